@@ -1,0 +1,63 @@
+"""The root of all errors, and those about files: each says what is wrong and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class MoestreamError(Exception):
+    """Base class of every error that moestream raises on purpose."""
+
+
+class CheckpointError(MoestreamError):
+    """A model directory or one of its files cannot be used."""
+
+
+class CheckpointNotFound(CheckpointError):
+    """There is no checkpoint at the given place."""
+
+
+class CorruptCheckpoint(CheckpointError):
+    """A file contradicts itself or the index: cut off, overlapping, unknown dtype, bad JSON.
+
+    Args:
+        path: the file at fault.
+        problem: what is wrong with it, in one clause.
+        remedy: what the user can do about it, in one clause.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        problem: str,
+        remedy: str = "download or convert the checkpoint again",
+    ) -> None:
+        super().__init__(f"{path}: {problem}; {remedy}")
+        self.path = path
+        self.problem = problem
+
+
+class ReadFailed(MoestreamError):
+    """The bytes of one expert could not be read.
+
+    The slot it was meant for is not published; the engine stays usable and a later request
+    asks for the expert anew.
+    """
+
+    def __init__(
+        self, *, layer: int, expert: int, component: str, path: Path, offset: int, problem: str
+    ) -> None:
+        super().__init__(
+            f"cannot read expert {expert} of layer {layer} ({component}) "
+            f"from {path} at offset {offset}: {problem}"
+        )
+        self.layer = layer
+        self.expert = expert
+        self.component = component
+        self.path = path
+        self.offset = offset
+        self.problem = problem
+
+
+class LoopClosed(MoestreamError):
+    """The I/O loop has been closed, or has died, and takes no more reads."""

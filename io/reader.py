@@ -1,0 +1,198 @@
+"""Blocking reads of expert records straight into slot rows. Runs in the lane threads only."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from .errors import ReadFailed
+from .records import Component, Record, Run
+
+Preadv = Callable[[int, Sequence[memoryview], int], int]
+
+
+class RecordReader:
+    """Reads the record of one expert into the rows of a slot with ``preadv``.
+
+    No byte is copied on the way, except that 16-bit components of a float32 pool pass through a
+    scratch buffer of the lane, where they are widened. Any number of threads may read at once.
+
+    Args:
+        records: one per MoE layer; ``read`` addresses them by index.
+        direct: use direct I/O for runs whose alignment allows it, buffered reads for the others.
+        preadv: stands in for ``os.preadv`` in fault tests.
+    """
+
+    def __init__(
+        self, records: Sequence[Record], *, direct: bool = True, preadv: Preadv = os.preadv
+    ) -> None:
+        self._records = tuple(records)
+        self._preadv = preadv
+        self._lane = threading.local()
+        self._scratch_bytes = max((_widened_bytes(r, run) for r in records for run in r.runs), default=0)
+        self._buffered: dict[Path, int] = {}
+        self._direct: dict[Path, int] = {}
+        try:
+            for record in records:
+                for run in record.runs:
+                    self._open(run, direct)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, run: Run, direct: bool) -> None:
+        if run.path not in self._buffered:
+            self._buffered[run.path] = os.open(run.path, os.O_RDONLY | os.O_CLOEXEC)
+        if direct and run.direct and run.path not in self._direct:
+            descriptor = open_direct(run.path)
+            if descriptor is not None:
+                self._direct[run.path] = descriptor
+
+    @property
+    def direct_files(self) -> frozenset[Path]:
+        """Files of which at least some runs are read with direct I/O."""
+        return frozenset(self._direct)
+
+    def read(self, group: int, expert: int, rows: Sequence[memoryview]) -> int:
+        """Fill the rows of one slot with the bytes of one expert.
+
+        Args:
+            group: index of the record (MoE layer).
+            expert: index of the expert in its layer.
+            rows: one writable byte view per component, each ``pooled_bytes`` long.
+
+        Returns:
+            Bytes read from disk.
+
+        Raises:
+            ReadFailed: with layer, expert, file and offset; the rows then hold anything.
+        """
+        record = self._records[group]
+        for run in record.runs:
+            self._read_run(record, run, expert, rows)
+        return record.stored_bytes
+
+    def _read_run(self, record: Record, run: Run, expert: int, rows: Sequence[memoryview]) -> None:
+        scratch = self._scratch() if self._scratch_bytes else None
+        buffers: list[memoryview] = []
+        widen: list[tuple[Component, memoryview, memoryview]] = []
+        used = 0
+        for index in run.members:
+            component = record.components[index]
+            if component.widened:
+                assert scratch is not None
+                part = scratch[used : used + component.stored_bytes]
+                used += component.stored_bytes
+                buffers.append(part)
+                widen.append((component, part, rows[index]))
+            else:
+                buffers.append(rows[index])
+        offset = run.offset + expert * run.stride
+        try:
+            self._fill(run, buffers, offset)
+        except (OSError, EOFError) as error:
+            component = record.components[run.members[0]]
+            raise ReadFailed(
+                layer=record.layer,
+                expert=expert,
+                component=component.name,
+                path=run.path,
+                offset=offset,
+                problem=_reason(error),
+            ) from error
+        for component, part, row in widen:
+            widen_into(part, component.stored, row)
+
+    def _fill(self, run: Run, buffers: list[memoryview], offset: int) -> None:
+        descriptor = self._direct.get(run.path) if run.direct else None
+        if descriptor is not None:
+            try:
+                done = self._preadv(descriptor, buffers, offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                # The drive wants another alignment than we assume: buffered from here on.
+                self._direct.pop(run.path, None)
+                os.close(descriptor)
+                done = 0
+            if done == run.nbytes:
+                return
+        else:
+            done = self._preadv(self._buffered[run.path], buffers, offset)
+        # Short reads are completed through the page cache: a direct remainder is unaligned.
+        while done < run.nbytes:
+            rest = remaining(buffers, done)
+            more = self._preadv(self._buffered[run.path], rest, offset + done)
+            if more <= 0:
+                raise EOFError(f"the file ends {run.nbytes - done} bytes early")
+            done += more
+
+    def _scratch(self) -> memoryview:
+        scratch: memoryview | None = getattr(self._lane, "scratch", None)
+        if scratch is None:
+            scratch = self._lane.scratch = memoryview(bytearray(self._scratch_bytes))
+        return scratch
+
+    def close(self) -> None:
+        """Close all descriptors. Idempotent; no read may be running."""
+        for table in (self._buffered, self._direct):
+            while table:
+                os.close(table.popitem()[1])
+
+
+def open_direct(path: Path) -> int | None:
+    """Open a file for reads past the page cache; None where the file system refuses."""
+    try:
+        if sys.platform == "darwin":
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fcntl.fcntl(descriptor, fcntl.F_NOCACHE, 1)
+            return descriptor
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError:
+        return None
+
+
+def remaining(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
+    """The parts of ``buffers`` behind the first ``done`` bytes."""
+    rest: list[memoryview] = []
+    for buffer in buffers:
+        if done >= len(buffer):
+            done -= len(buffer)
+        else:
+            rest.append(buffer[done:] if done else buffer)
+            done = 0
+    return rest
+
+
+def widen_into(source: memoryview, stored: str, row: memoryview) -> None:
+    """Widen 16-bit floats to float32, exactly and without allocating.
+
+    Args:
+        source: bytes of the stored floats.
+        stored: ``BF16`` or ``F16``.
+        row: writable bytes of the float32 row, twice as long as ``source``.
+    """
+    if stored == "BF16":
+        bits = np.frombuffer(row, dtype=np.uint32)
+        np.copyto(bits, np.frombuffer(source, dtype=np.uint16))
+        np.left_shift(bits, 16, out=bits)
+    else:
+        np.copyto(np.frombuffer(row, dtype=np.float32), np.frombuffer(source, dtype=np.float16))
+
+
+def _widened_bytes(record: Record, run: Run) -> int:
+    members = (record.components[i] for i in run.members)
+    return sum(component.stored_bytes for component in members if component.widened)
+
+
+def _reason(error: OSError | EOFError) -> str:
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return str(error)

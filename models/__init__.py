@@ -1,0 +1,1 @@
+"""Turns an mlx-lm model into one whose routed experts are streamed."""

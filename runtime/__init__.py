@@ -1,0 +1,1 @@
+"""The engine: compute thread, residency, slots, generation, memory plan, command line."""

@@ -1,0 +1,236 @@
+"""Puts a streaming model together: sizes from headers, plan, pools in place of experts, trunk loaded.
+
+Everything here runs on the compute thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..io.checkpoint import Checkpoint, open_checkpoint
+from ..io.records import WIDENED, Component, Record
+from ..models.errors import ExpertsNotStacked, NotMoEModel, UnsupportedModel
+from ..models.experts import ExpertSite, SiteUse, expert_parameters, find_sites, probe_sites
+from ..models.loading import LazyModel, load_lazily
+from .plan import LayerSize, ModelSize
+from .slots import DTYPES
+
+LOAD_BATCH_BYTES = 256 << 20
+"""Trunk parameters evaluated at once: bounds what is in flight, and the work per command buffer."""
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+Check = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """A model of which nothing has been read but headers.
+
+    Attributes:
+        checkpoint: files and tensors.
+        lazy: the mlx-lm model, unevaluated.
+        uses: its MoE layers in the order of the forward pass.
+        size: what the memory plan needs to know.
+        widen: whether 16-bit floats become float32.
+    """
+
+    checkpoint: Checkpoint
+    lazy: LazyModel
+    uses: tuple[SiteUse, ...]
+    size: ModelSize
+    widen: bool
+
+
+def draw_blueprint(directory: Path, *, widen: bool | None = None) -> Blueprint:
+    """Open a checkpoint and work out sizes, order of layers and routing width.
+
+    Args:
+        directory: of the checkpoint.
+        widen: compute in float32 where the checkpoint has 16-bit floats; None does so on the CPU
+            backend, whose 16-bit kernels are many times slower.
+
+    Raises:
+        MoestreamError: the checkpoint is damaged, no MoE model, or unknown to mlx-lm.
+    """
+    checkpoint = open_checkpoint(directory)
+    lazy = load_lazily(checkpoint.directory)
+    sites = find_sites(lazy.model)
+    if not sites:
+        raise NotMoEModel(checkpoint.directory, str(lazy.config.get("model_type")))
+    if widen is None:
+        widen = mx.default_device() == mx.cpu
+    stored = {site.path: _expert_bytes(site) for site in sites}
+    if widen:
+        lazy.model.set_dtype(mx.float32)
+    cache = make_prompt_cache(lazy.model)
+    try:
+        uses, vocabulary = probe_sites(lazy.model, sites, cache)
+    except Exception as error:
+        raise UnsupportedModel(checkpoint.directory, f"its forward pass fails: {error}") from error
+    if not uses:
+        raise NotMoEModel(checkpoint.directory, str(lazy.config.get("model_type")))
+    return Blueprint(checkpoint, lazy, tuple(uses), _measure(lazy, uses, cache, stored, vocabulary), widen)
+
+
+def make_record(blueprint: Blueprint, site: ExpertSite) -> Record:
+    """Where the experts of one layer lie in the checkpoint's files.
+
+    Raises:
+        ExpertsNotStacked: mlx-lm computes the stacked tensors while loading.
+    """
+    components = []
+    for name, array in expert_parameters(site.module).items():
+        source = blueprint.lazy.sources.get(f"{site.path}.{name}")
+        if source is None:
+            raise ExpertsNotStacked(blueprint.checkpoint.directory, f"{site.path}.{name}")
+        tensor = blueprint.checkpoint.tensors[source]
+        if tensor.shape != tuple(array.shape) or tensor.dtype not in DTYPES:
+            raise ExpertsNotStacked(blueprint.checkpoint.directory, source)
+        widened = blueprint.widen and tensor.dtype in WIDENED
+        components.append(
+            Component(
+                name=name,
+                path=tensor.path,
+                offset=tensor.offset,
+                stride=tensor.nbytes // tensor.shape[0],
+                shape=tensor.shape[1:],
+                stored=tensor.dtype,
+                pooled="F32" if widened else tensor.dtype,
+            )
+        )
+    return Record(site.layer, site.experts, tuple(components))
+
+
+def load_parameters(model: Any, *, check: Check, progress: Progress | None) -> int:
+    """Evaluate all parameters of the model tree in batches; returns their bytes.
+
+    Args:
+        model: whose streamed experts have been taken out of the tree.
+        check: called between the batches; may raise to give up.
+        progress: called between the batches.
+    """
+    arrays = [array for _, array in tree_flatten(model.parameters())]
+    total = sum(array.nbytes for array in arrays)
+    done = 0
+    for batch in _batches(arrays):
+        check()
+        mx.eval(batch)
+        done += sum(array.nbytes for array in batch)
+        if progress is not None:
+            progress(done, total)
+    return total
+
+
+def _batches(arrays: Sequence[mx.array]) -> Iterator[list[mx.array]]:
+    batch: list[mx.array] = []
+    size = 0
+    for array in arrays:
+        batch.append(array)
+        size += array.nbytes
+        if size >= LOAD_BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+# -- sizes ------------------------------------------------------------------------------------
+
+
+def _measure(
+    lazy: LazyModel,
+    uses: Sequence[SiteUse],
+    cache: Sequence[Any],
+    stored: Mapping[str, int],
+    vocabulary: int,
+) -> ModelSize:
+    everything = sum(array.nbytes for _, array in tree_flatten(lazy.model.parameters()))
+    layers = tuple(
+        LayerSize(
+            layer=use.site.layer,
+            experts=use.site.experts,
+            top_k=use.top_k,
+            slot_bytes=_expert_bytes(use.site),
+            record_bytes=stored[use.site.path],
+        )
+        for use in uses
+    )
+    experts = sum(layer.experts * layer.slot_bytes for layer in layers)
+    fixed, growing = _cache_bytes(cache)
+    settings = _text_config(lazy.config)
+    hidden = int(settings.get("hidden_size") or settings.get("d_model") or 1024)
+    heads = int(settings.get("num_attention_heads") or settings.get("n_heads") or 32)
+    item = 4 if mx.default_device() == mx.cpu else 2
+    widest = max(layer.top_k for layer in layers)
+    inner = max(_inner_width(use.site) for use in uses)
+    return ModelSize(
+        layers=layers,
+        trunk_bytes=everything - experts,
+        kv_fixed_bytes=fixed,
+        kv_token_bytes=growing,
+        # About six hidden-sized arrays of a block at once, and per routed expert its sorted input,
+        # two inner products, their product and the output, before and after unsorting.
+        scratch_token_bytes=item * (6 * hidden + widest * (3 * hidden + 3 * inner)),
+        scratch_pair_bytes=3 * heads * item if mx.default_device() == mx.cpu else item,
+        vocabulary=vocabulary,
+        longest_context=_longest_context(settings),
+    )
+
+
+def _expert_bytes(site: ExpertSite) -> int:
+    parameters = expert_parameters(site.module)
+    return sum(array.nbytes for array in parameters.values()) // site.experts
+
+
+def _inner_width(site: ExpertSite) -> int:
+    module = site.module
+    first = module.up_proj if "up_proj" in module else module.fc1
+    return int(first.output_dims)
+
+
+def _cache_bytes(cache: Sequence[Any]) -> tuple[int, int]:
+    """(fixed bytes, bytes per token) of the caches after a forward pass of one token."""
+    fixed = growing = 0
+    for entry in cache:
+        parts = getattr(entry, "caches", None)
+        if parts is not None:
+            more_fixed, more_growing = _cache_bytes(parts)
+            fixed, growing = fixed + more_fixed, growing + more_growing
+            continue
+        arrays = [value for _, value in tree_flatten(list(vars(entry).values())) if _is_array(value)]
+        nbytes = sum(array.nbytes for array in arrays)
+        keys = getattr(entry, "keys", None)
+        if keys is None:
+            fixed += nbytes
+        elif getattr(entry, "max_size", None):
+            fixed += nbytes * -(-entry.max_size // keys.shape[2])
+        else:
+            growing += nbytes // keys.shape[2]
+    return fixed, growing
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, mx.array)
+
+
+def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a (possibly multimodal) config."""
+    inner = config.get("text_config")
+    return {**config, **inner} if isinstance(inner, dict) else config
+
+
+def _longest_context(settings: dict[str, Any]) -> int:
+    for name in ("max_position_embeddings", "max_seq_len", "max_sequence_length", "n_positions"):
+        value = settings.get(name)
+        if isinstance(value, int) and value > 0:
+            return value
+    return 1 << 20

@@ -1,0 +1,126 @@
+"""The compute thread: the only one that touches MLX, for the engine's whole life.
+
+Contract: a submitted job is either refused at once with ``EngineClosed`` or ``EngineDead``, or exactly
+one of its ``run`` and ``abort`` is called, also when the thread dies.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import Generic, Protocol, TypeVar
+
+from .errors import EngineClosed, EngineDead
+
+Core = TypeVar("Core")
+CoreIn = TypeVar("CoreIn", contravariant=True)
+
+
+class Job(Protocol[CoreIn]):
+    """Something for the compute thread to do."""
+
+    def run(self, core: CoreIn) -> None:
+        """Do it, and deliver the outcome. An exception from here kills the engine."""
+
+    def abort(self, error: BaseException) -> None:
+        """It will not be done."""
+
+
+class ComputeThread(Generic[Core]):
+    """Runs jobs one after another in the order of their arrival.
+
+    Args:
+        make_core: opens what the jobs work on; entered and left on the thread.
+        name: of the thread.
+    """
+
+    def __init__(
+        self, make_core: Callable[[], AbstractContextManager[Core]], *, name: str = "moestream-compute"
+    ) -> None:
+        self._make_core = make_core
+        self._thread = threading.Thread(target=self._main, name=name)
+        self._wake = threading.Condition()  # guards the fields below
+        self._jobs: deque[Job[Core]] = deque()
+        self._stopping = False
+        self._refusal: BaseException | None = None
+        self.ready: Future[Core] = Future()
+        self.finished: Future[None] = Future()
+
+    def start(self) -> None:
+        """Start the thread; ``ready`` tells how the start went, ``finished`` that it is over."""
+        self._thread.start()
+
+    def submit(self, job: Job[Core]) -> None:
+        """Queue a job.
+
+        Raises:
+            EngineClosed: the thread is stopping or has stopped.
+            EngineDead: the thread has died.
+        """
+        with self._wake:
+            if self._refusal is not None:
+                raise self._refusal
+            self._jobs.append(job)
+            self._wake.notify()
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that have not begun."""
+        return len(self._jobs)
+
+    def stop(self) -> None:
+        """Refuse new jobs and end the thread behind the job that is running. Idempotent."""
+        with self._wake:
+            self._stopping = True
+            self._refusal = self._refusal or EngineClosed()
+            self._wake.notify()
+
+    def join(self) -> None:
+        """Wait for the thread itself, after ``finished``: a matter of microseconds."""
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    # -- the thread ---------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        failure: BaseException | None = None
+        try:
+            with self._make_core() as core:
+                try:
+                    self.ready.set_result(core)
+                    while (job := self._next()) is not None:
+                        job.run(core)
+                except BaseException as error:
+                    # Waiters hear of it before the clean-up, which may take a while.
+                    self._refuse(EngineDead(error), error)
+                    raise
+                finally:
+                    self._refuse(EngineClosed(), None)
+        except BaseException as error:
+            failure = error
+        if failure is not None and not self.ready.done():
+            self._refuse(EngineClosed(), None)
+            self.ready.set_exception(failure)
+        self.finished.set_result(None)
+
+    def _next(self) -> Job[Core] | None:
+        with self._wake:
+            while not self._jobs and not self._stopping:
+                self._wake.wait()
+            return None if self._stopping else self._jobs.popleft()
+
+    def _refuse(self, refusal: MoestreamRefusal, cause: BaseException | None) -> None:
+        refusal.__cause__ = cause
+        with self._wake:
+            if cause is not None or self._refusal is None:
+                self._refusal = refusal
+            left = list(self._jobs)
+            self._jobs.clear()
+        for job in left:
+            job.abort(refusal)
+
+
+MoestreamRefusal = EngineClosed | EngineDead

@@ -1,0 +1,203 @@
+"""What the compute thread works with: the streaming model, its store and its I/O loop."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.utils import load_tokenizer
+
+from ..io.loop import IoLoop
+from ..io.reader import RecordReader
+from ..models.experts import install_parameters
+from ..models.switch import StreamingSwitch
+from .assembly import Blueprint, Check, Progress, draw_blueprint, load_parameters, make_record
+from .errors import TraceUnwritable
+from .generation import LoadedModel
+from .hub import resolve_model
+from .machine import automatic_budget, resident_bytes
+from .plan import CACHE_BYTES, Plan, make_plan, parse_size
+from .store import ExpertStore
+from .streaming import ExpertStream
+from .streams import leased_streams
+from .tracing import Tracer
+
+DEFAULT_CONTEXT = 4096
+DEFAULT_LANES = 8
+"""Reads in flight at once (8 to 16 saturate the drives that were measured)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The arguments of ``Engine.open``, see there."""
+
+    model: str | Path
+    memory: int | str | None = None
+    slots: int | None = None
+    context: int | None = None
+    dtype: str | None = None
+    direct: bool = True
+    lanes: int = DEFAULT_LANES
+    trace: Path | None = None
+
+
+@dataclass(slots=True)
+class Core:
+    """A running engine's inside.
+
+    Attributes:
+        plan: how the memory is divided.
+        loaded: model and tokenizer.
+        store: residency and pools of the streamed layers.
+        loop: performs the reads.
+        tracer: records events.
+        trunk_bytes: parameters held for good.
+        stopping: set when the engine is being closed.
+        memory_bytes, peak_memory_bytes: held by MLX when last looked at.
+    """
+
+    plan: Plan
+    loaded: LoadedModel
+    store: ExpertStore
+    loop: IoLoop
+    tracer: Tracer
+    trunk_bytes: int
+    stopping: threading.Event = field(default_factory=threading.Event)
+    memory_bytes: int = 0
+    peak_memory_bytes: int = 0
+
+    def sample_memory(self) -> None:
+        """Look at MLX's memory. Compute thread only."""
+        self.memory_bytes = mx.get_active_memory() + mx.get_cache_memory()
+        self.peak_memory_bytes = mx.get_peak_memory()
+
+
+def plan_model(blueprint: Blueprint, settings: Settings) -> Plan:
+    """The memory plan for a model of which only headers have been read."""
+    longest = blueprint.size.longest_context
+    context = settings.context or min(longest, DEFAULT_CONTEXT)
+    slots, budget = settings.slots, None
+    if settings.memory == "all":
+        slots = max(layer.experts for layer in blueprint.size.layers)
+    elif slots is None:
+        budget = automatic_budget() if settings.memory is None else parse_size(settings.memory)
+    return make_plan(
+        blueprint.size,
+        budget=budget,
+        process_bytes=resident_bytes(),
+        context=context,
+        slots=slots,
+    )
+
+
+@contextmanager
+def running_core(
+    settings: Settings, *, check: Check, progress: Progress | None
+) -> Iterator[Core]:
+    """Open a model on the calling thread, which stays its only MLX thread.
+
+    Args:
+        settings: what to open and how.
+        check: called now and then while loading; raises to give up.
+        progress: called with (bytes, bytes in all) while the trunk is loaded.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(leased_streams())
+        directory = resolve_model(settings.model)
+        widen = {None: None, "float32": True, "checkpoint": False}[settings.dtype]
+        blueprint = draw_blueprint(directory, widen=widen)
+        check()
+        # Before the plan, which counts what the process holds: it brings large libraries along.
+        tokenizer = _tokenizer(directory, blueprint.lazy.config)
+        plan = plan_model(blueprint, settings)
+        stack.enter_context(_mlx_limits(plan.budget))
+        uses = zip(blueprint.uses, plan.slots, strict=True)
+        streamed = [(use, slots) for use, slots in uses if slots < use.site.experts]
+        records = [make_record(blueprint, use.site) for use, _ in streamed]
+        tracer = Tracer(_writable(settings.trace))
+        reader = RecordReader(records, direct=settings.direct)
+        stack.callback(reader.close)
+        store = ExpertStore(records, [slots for _, slots in streamed], reader, tracer=tracer)
+        loop = stack.enter_context(IoLoop(store, lanes=settings.lanes))
+        store.connect(loop)
+        if tracer.enabled:
+            stack.enter_context(_writing(tracer, loop))
+        widths = [record.experts for record in records]
+        stream = ExpertStream(store, widths, tracer=tracer)
+        for group, (use, _) in enumerate(streamed):
+            install_parameters(use.site.module, store.groups[group].pool.arrays)
+            use.site.put(StreamingSwitch(use.site.module, group, use.site.layer, stream))
+        # Of the others the model tree holds the parameters: they are loaded with the trunk.
+        model, config = blueprint.lazy.model, blueprint.lazy.config
+        trunk_bytes = load_parameters(model, check=check, progress=progress)
+        loaded = LoadedModel(
+            model=model,
+            tokenizer=tokenizer,
+            end_tokens=_end_tokens(tokenizer, config),
+            stream=stream,
+            vocabulary=blueprint.size.vocabulary,
+            context=plan.context,
+            chunk_tokens=plan.chunk_tokens,
+        )
+        core = Core(plan, loaded, store, loop, tracer, trunk_bytes)
+        core.sample_memory()
+        del model, blueprint, streamed
+        yield core
+        store.check_integrity()
+
+
+@contextmanager
+def _mlx_limits(budget: int | None) -> Iterator[None]:
+    """Keep MLX's buffer cache small and its own limit above ours; restore both at the end."""
+    cache = mx.set_cache_limit(CACHE_BYTES)
+    limit = mx.set_memory_limit(budget) if budget is not None else None
+    try:
+        yield
+    finally:
+        mx.set_cache_limit(cache)
+        if limit is not None:
+            mx.set_memory_limit(limit)
+
+
+def _writable(trace: Path | None) -> Path | None:
+    """The trace file, made empty; refused here rather than after the first tokens."""
+    if trace is not None:
+        try:
+            trace.write_bytes(b"")
+        except OSError as error:
+            raise TraceUnwritable(trace, error) from error
+    return trace
+
+
+@contextmanager
+def _writing(tracer: Tracer, loop: IoLoop) -> Iterator[None]:
+    written = loop.start(tracer.write)
+    try:
+        yield
+    finally:
+        tracer.close()
+        written.result()
+
+
+def _tokenizer(directory: Path, config: dict[str, Any]) -> Any:
+    """mlx-lm's tokenizer, or None when the checkpoint comes without one."""
+    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tiktoken.model")
+    if not any((directory / name).exists() for name in names):
+        return None
+    return load_tokenizer(directory, eos_token_ids=_ids(config.get("eos_token_id")))
+
+
+def _end_tokens(tokenizer: Any, config: dict[str, Any]) -> frozenset[int]:
+    ids = set(_ids(config.get("eos_token_id")) or ())
+    return frozenset(ids | set(tokenizer.eos_token_ids if tokenizer is not None else ()))
+
+
+def _ids(value: Any) -> list[int] | None:
+    if value is None:
+        return None
+    return [value] if isinstance(value, int) else list(value)

@@ -1,0 +1,377 @@
+"""The engine: what callers hold. Lives on the caller's event loop and never blocks it."""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, TypedDict, Unpack
+
+from ..io.errors import LoopClosed, MoestreamError
+from .api import Chunk, Generation, Statistics
+from .assembly import Progress
+from .compute import ComputeThread
+from .core import DEFAULT_LANES, Core, Settings, running_core
+from .errors import EngineClosed, EngineDead, GenerationFailed, InvalidRequest
+from .generation import TokenLoop
+from .plan import Plan
+from .request import Cancelled, Failed, Request, State
+from .sampling import Prompt, Sampling, check_prompt
+from .streaming import StepCounters
+
+
+class SamplingArguments(TypedDict, total=False):
+    """Keyword arguments of ``generate`` and ``stream``; see ``Sampling`` for their meaning."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    min_p: float
+    top_k: int
+    seed: int | None
+    repetition_penalty: float | None
+    logit_bias: dict[int, float] | None
+    stop: str | Sequence[str]
+    ignore_eos: bool
+    logprobs: int | None
+
+
+class Engine:
+    """A Mixture-of-Experts model whose experts are streamed from the drive.
+
+    Made by ``Engine.open``; an async context manager. All methods may be called from any asyncio loop,
+    many calls at once; requests are served one at a time in the order of their arrival.
+    """
+
+    def __init__(self, thread: ComputeThread[Core], core: Core) -> None:
+        self._thread = thread
+        self._core = core
+        self._totals = _Totals()
+        self._closed = False
+
+    @classmethod
+    async def open(
+        cls,
+        model: str | Path,
+        *,
+        memory: int | str | None = None,
+        slots: int | None = None,
+        context: int | None = None,
+        dtype: Literal["float32", "checkpoint"] | None = None,
+        direct: bool = True,
+        lanes: int = DEFAULT_LANES,
+        prefetch: Literal["off"] | None = None,
+        trace: str | Path | None = None,
+        progress: Progress | None = None,
+    ) -> Engine:
+        """Open a model.
+
+        Args:
+            model: directory of an mlx-lm checkpoint, or a Hub id that is downloaded first.
+            memory: total for this process: bytes, a text like "8GB", "all" (every expert resident), or
+                None for a share of what the machine has free.
+            slots: slots per MoE layer, instead of what ``memory`` gives.
+            context: most tokens of prompt and answer together; None for at most 4096.
+            dtype: "float32" computes in float32, "checkpoint" in the checkpoint's own type; None
+                takes float32 on the CPU backend, where 16-bit kernels are many times slower.
+            direct: read past the page cache where the alignment of the file allows it.
+            lanes: reads in flight at once.
+            prefetch: "off" or None: experts are read when they are routed to.
+            trace: file for a trace that opens in Perfetto.
+            progress: called on the compute thread with (bytes, bytes in all) while loading.
+
+        Raises:
+            MoestreamError: one of its subclasses says what is wrong and what would do.
+        """
+        settings = _settings(model, memory, slots, context, dtype, direct, lanes, prefetch, trace)
+        given_up = asyncio.Event()
+
+        def check() -> None:
+            if given_up.is_set():
+                raise EngineClosed()
+
+        make_core = partial(running_core, settings, check=check, progress=progress)
+        thread: ComputeThread[Core] = ComputeThread(make_core)
+        thread.start()
+        try:
+            core = await asyncio.wrap_future(_copy(thread.ready))
+        except BaseException:
+            given_up.set()
+            thread.stop()
+            await _finish(thread)
+            raise
+        return cls(thread, core)
+
+    # -- generation ---------------------------------------------------------------------------
+
+    async def generate(self, prompt: Prompt, **sampling: Unpack[SamplingArguments]) -> Generation:
+        """Generate text; see ``Sampling`` for the arguments. Temperature 0 (greedy) is the default.
+
+        Cancelling the awaiting task stops the request within one layer.
+
+        Args:
+            prompt: a text, token ids, or chat messages (dicts with ``role`` and ``content``).
+            **sampling: ``max_tokens``, ``temperature``, ``top_p``, ``min_p``, ``top_k``, ``seed``,
+                ``repetition_penalty``, ``logit_bias``, ``stop``, ``ignore_eos``, ``logprobs``.
+
+        Raises:
+            InvalidRequest: an argument makes no sense; says which.
+            ReadFailed: an expert could not be read; the next request may work.
+            EngineClosed, EngineDead: the engine takes no requests.
+        """
+        request = self._submit(prompt, sampling, chunks=False)
+        try:
+            result = await request.receive()
+        except BaseException:
+            request.cancel()
+            raise
+        assert isinstance(result, Generation)
+        return result
+
+    async def stream(
+        self, prompt: Prompt, **sampling: Unpack[SamplingArguments]
+    ) -> AsyncIterator[Chunk]:
+        """Generate text token by token; arguments and errors as for ``generate``.
+
+        Each chunk is handed out before the next token is computed. Closing the iterator (also by
+        leaving the loop inside ``contextlib.aclosing``) stops the request within one layer.
+        """
+        request = self._submit(prompt, sampling, chunks=True)
+        try:
+            while isinstance(message := await request.receive(), Chunk):
+                yield message
+        finally:
+            request.cancel()
+
+    def _submit(self, prompt: Prompt, sampling: SamplingArguments, *, chunks: bool) -> Request:
+        check_prompt(prompt)
+        request = Request(prompt, Sampling(**sampling), chunks=chunks)
+        self._thread.submit(_GenerationJob(request, self._totals))
+        return request
+
+    # -- state --------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """How the memory was divided."""
+        return self._core.plan
+
+    def statistics(self) -> Statistics:
+        """Totals since the engine was opened. Cheap; from any thread."""
+        return self._totals.record(self._core, waiting=self._thread.waiting)
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless the books of all slot pools balance."""
+        self._core.store.check_integrity()
+
+    # -- end ----------------------------------------------------------------------------------
+
+    async def aclose(self) -> None:
+        """Stop running requests (they get ``EngineClosed``), end both threads, free the memory.
+
+        Idempotent and bounded in time.
+        """
+        self._closed = True
+        self._core.stopping.set()
+        self._thread.stop()
+        await _finish(self._thread)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        if not self._closed:
+            warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=1, source=self)
+            self._core.stopping.set()
+            self._thread.stop()
+
+
+class _Totals:
+    """Sums over requests. Written on the compute thread only."""
+
+    def __init__(self) -> None:
+        self.finished = self.failed = self.cancelled = 0
+        self.prompt_tokens = self.tokens = 0
+        self.running: TokenLoop | None = None
+        self.ended = StepCounters()
+
+    def end(self, loop: TokenLoop) -> None:
+        self.running = None
+        for name in StepCounters.__slots__:
+            setattr(self.ended, name, getattr(self.ended, name) + getattr(loop.counters, name))
+
+    def record(self, core: Core, *, waiting: int) -> Statistics:
+        running = self.running
+        current = running.counters if running is not None else StepCounters()
+        counters, groups = core.store.counters, core.store.groups
+        layers = len(core.plan.slots)
+        return Statistics(
+            requests_running=int(running is not None),
+            requests_waiting=waiting,
+            requests_finished=self.finished,
+            requests_failed=self.failed,
+            requests_cancelled=self.cancelled,
+            prompt_tokens=self.prompt_tokens,
+            tokens=self.tokens,
+            hits=counters.hits,
+            misses=counters.misses + counters.joins,
+            joins=counters.joins,
+            reads=counters.reads,
+            read_errors=counters.read_errors,
+            bytes_read=counters.bytes_read,
+            stall_seconds=self.ended.stall_seconds + current.stall_seconds,
+            sync_seconds=self.ended.sync_seconds + current.sync_seconds,
+            host_seconds=self.ended.host_seconds + current.host_seconds,
+            syncs=self.ended.syncs + current.syncs,
+            waves=self.ended.waves + current.waves,
+            streamed_layers=len(groups),
+            resident_layers=layers - len(groups),
+            slots=tuple(group.residency.slots for group in groups),
+            experts=tuple(group.residency.experts for group in groups),
+            slot_bytes=sum(group.pool.nbytes for group in groups),
+            trunk_bytes=core.trunk_bytes,
+            memory_bytes=core.memory_bytes,
+            peak_memory_bytes=core.peak_memory_bytes,
+            trace_events_dropped=core.tracer.dropped,
+            trace_error=core.tracer.error,
+        )
+
+
+class _GenerationJob:
+    """Runs one request on the compute thread and sends its outcome to the caller."""
+
+    def __init__(self, request: Request, totals: _Totals) -> None:
+        self._request = request
+        self._totals = totals
+
+    def run(self, core: Core) -> None:
+        request, totals = self._request, self._totals
+        if request.cancelled:
+            totals.cancelled += 1
+            request.state = State.ENDED
+            return
+        request.state = State.RUNNING
+
+        def check() -> None:
+            if request.cancelled:
+                raise Cancelled
+            if core.stopping.is_set():
+                raise EngineClosed
+
+        loop = TokenLoop(core.loaded, request, tracer=core.tracer, check=check)
+        totals.running = loop
+        try:
+            result = loop.run()
+        except Exception as error:
+            totals.failed += 1
+            request.post(Failed(_outcome(error)))
+        except BaseException as error:
+            request.post(Failed(EngineDead(error)))
+            raise
+        else:
+            if result.finish_reason == "cancelled":
+                totals.cancelled += 1
+            else:
+                totals.finished += 1
+            totals.prompt_tokens += result.prompt_tokens
+            totals.tokens += len(result.tokens)
+            request.post(result)
+        finally:
+            request.state = State.ENDED
+            totals.end(loop)
+        core.sample_memory()
+        if core.loop.failure is not None:
+            raise core.loop.failure
+
+    def abort(self, error: BaseException) -> None:
+        self._request.state = State.ENDED
+        self._request.post(Failed(error))
+
+
+def _outcome(error: Exception) -> Exception:
+    """The error that the caller of a request gets to see."""
+    if isinstance(error, LoopClosed):
+        outcome: Exception = EngineDead(error)
+    elif isinstance(error, MoestreamError):
+        return error
+    else:
+        outcome = GenerationFailed(f"the request failed: {type(error).__name__}: {error}")
+    outcome.__cause__ = error
+    return outcome
+
+
+def _settings(
+    model: str | Path,
+    memory: int | str | None,
+    slots: int | None,
+    context: int | None,
+    dtype: str | None,
+    direct: bool,
+    lanes: int,
+    prefetch: str | None,
+    trace: str | Path | None,
+) -> Settings:
+    for name, value in (("slots", slots), ("context", context), ("lanes", lanes)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise InvalidRequest(f"{name}={value!r} must be a whole number of at least 1")
+    if dtype not in (None, "float32", "checkpoint"):
+        raise InvalidRequest(f"dtype={dtype!r} must be 'float32', 'checkpoint' or None")
+    if prefetch not in (None, "off"):
+        raise InvalidRequest(f"prefetch={prefetch!r} must be 'off' or None")
+    return Settings(
+        model=model,
+        memory=memory,
+        slots=slots,
+        context=context,
+        dtype=dtype,
+        direct=direct,
+        lanes=lanes,
+        trace=None if trace is None else Path(trace),
+    )
+
+
+def _copy(future: Any) -> Any:
+    """A future that follows another one; cancelling it leaves the other one alone."""
+    from concurrent.futures import Future
+
+    follower: Future[Any] = Future()
+
+    def follow(done: Any) -> None:
+        if follower.set_running_or_notify_cancel():
+            error = done.exception()
+            if error is not None:
+                follower.set_exception(error)
+            else:
+                follower.set_result(done.result())
+
+    future.add_done_callback(follow)
+    return follower
+
+
+async def _finish(thread: ComputeThread[Core]) -> None:
+    """Wait for the thread's end, also when the waiting task is cancelled meanwhile."""
+    finished = asyncio.wrap_future(_copy(thread.finished))
+    cancelled: asyncio.CancelledError | None = None
+    while not finished.done():
+        try:
+            await asyncio.shield(finished)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    thread.join()
+    if cancelled is not None:
+        raise cancelled
+
+
+

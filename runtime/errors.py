@@ -1,0 +1,72 @@
+"""Errors about requests and the engine's life."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..io.errors import MoestreamError
+
+
+class InvalidRequest(MoestreamError, ValueError):
+    """An argument of a call is outside of what makes sense; says which and what would do."""
+
+
+class PromptTooLong(InvalidRequest):
+    """The prompt does not fit the context."""
+
+    def __init__(self, tokens: int, context: int) -> None:
+        super().__init__(
+            f"the prompt has {tokens} tokens but the context holds {context}; shorten the prompt "
+            "or open the engine with a larger context"
+        )
+        self.tokens = tokens
+        self.context = context
+
+
+class BudgetTooSmall(MoestreamError):
+    """The memory budget does not hold the trunk and the smallest slot pools.
+
+    Attributes:
+        given: the budget in bytes.
+        minimum: the smallest budget in bytes that would do.
+    """
+
+    def __init__(self, given: int, minimum: int, parts: str) -> None:
+        super().__init__(
+            f"memory={_gb(given)} is too small: this model needs at least {_gb(minimum)} ({parts})"
+        )
+        self.given = given
+        self.minimum = minimum
+
+
+class HubUnavailable(MoestreamError):
+    """A model id could not be downloaded."""
+
+
+class TraceUnwritable(MoestreamError):
+    """The trace file cannot be written."""
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        super().__init__(f"cannot write a trace to {path}: {error.strerror or error}")
+
+
+class EngineClosed(MoestreamError):
+    """The engine has been closed."""
+
+    def __init__(self) -> None:
+        super().__init__("the engine has been closed; open a new one")
+
+
+class EngineDead(MoestreamError):
+    """The engine's compute thread or I/O loop has died; the cause is chained."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(f"the engine has died ({cause!r}); close it and open a new one")
+
+
+class GenerationFailed(MoestreamError):
+    """One request failed for a reason inside MLX or mlx-lm; the cause is chained."""
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f}GB"

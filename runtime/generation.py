@@ -1,0 +1,301 @@
+"""The token loop of one request: prompt in large chunks, then one forward per token.
+
+A token is handed out before the next forward starts. mlx-lm's own loop starts the next forward
+first, which hides the sampling of a model that runs asynchronously but makes every token of a
+streamed model one forward late.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from .api import Chunk, FinishReason, Generation, GenerationStats, TokenLogprob
+from .errors import InvalidRequest, PromptTooLong
+from .plan import LOGITS_BYTES
+from .request import Cancelled, Request
+from .sampling import Prompt, Sampling, StopText
+from .streaming import ExpertStream, Step, StepCounters
+from .tracing import Tracer
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """What the token loop works with. Lives on the compute thread.
+
+    Attributes:
+        model: the mlx-lm model with streaming switches.
+        tokenizer: mlx-lm's TokenizerWrapper, or None when the checkpoint has none.
+        end_tokens: token ids that end a generation.
+        stream: runs the streamed experts.
+        vocabulary: number of logits.
+        context: most tokens of prompt and answer together.
+        chunk_tokens: longest prompt chunk.
+    """
+
+    model: Any
+    tokenizer: Any
+    end_tokens: frozenset[int]
+    stream: ExpertStream
+    vocabulary: int
+    context: int
+    chunk_tokens: int
+
+
+class TokenLoop:
+    """Runs one request to its end.
+
+    Args:
+        loaded: the model.
+        request: whose turn it is.
+        tracer: gets an event per token and prompt chunk.
+        check: raises when the request or the engine is to stop.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, request: Request, *, tracer: Tracer, check: Callable[[], None]
+    ) -> None:
+        self._loaded = loaded
+        self._request = request
+        self._sampling = request.sampling
+        self._tracer = tracer
+        self._check = check
+        self._cache: list[Any] = []
+        self._text = _Text(loaded.tokenizer, request.sampling)
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self.counters = StepCounters()
+        self.prompt_tokens = 0
+
+    def run(self) -> Generation:
+        """Generate; chunks are posted on the way when the request wants them.
+
+        Raises:
+            InvalidRequest: the prompt does not fit, or an argument the vocabulary.
+            ReadFailed: an expert could not be read.
+        """
+        loaded, sampling = self._loaded, self._sampling
+        started = time.perf_counter()
+        prompt = encode(loaded, self._request.prompt)
+        self.prompt_tokens = len(prompt)
+        sampling.check_vocabulary(loaded.vocabulary)
+        room = loaded.context - len(prompt)
+        if room < 1:
+            raise PromptTooLong(len(prompt), loaded.context)
+        loaded.stream.step = Step(self._request.number, self._check, self.counters)
+        self._cache = make_prompt_cache(loaded.model)
+        mx.random.seed(secrets.randbits(63) if sampling.seed is None else sampling.seed)
+        finish: FinishReason = "cancelled"
+        first = started
+        try:
+            finish, first = self._decode(prompt, min(sampling.max_tokens, room))
+        except Cancelled:
+            pass
+        finally:
+            loaded.stream.end_forward()
+            loaded.stream.step = Step()
+        return self._result(finish, started, first)
+
+    def _decode(self, prompt: list[int], most: int) -> tuple[FinishReason, float]:
+        sampling = self._sampling
+        choose = _Chooser(sampling, prompt)
+        begun = time.perf_counter()
+        logits = self._prefill(prompt)
+        first = 0.0
+        for count in range(1, most + 1):
+            chosen = choose(logits)
+            self._loaded.stream.end_forward()
+            now = time.perf_counter()
+            first = first or now
+            self._tracer.token(self._request.number, chosen.token, begun, now)
+            finish = self._emit(chosen, last=count == most)
+            if finish is not None:
+                return finish, first
+            begun = time.perf_counter()
+            logits = self._forward([chosen.token])
+        raise AssertionError("the last token always ends the loop")
+
+    # -- model --------------------------------------------------------------------------------
+
+    def _prefill(self, prompt: list[int]) -> mx.array:
+        """Logits ``[1, vocabulary]`` behind the prompt.
+
+        The last chunk is one piece as long as its logits are small; otherwise, as in mlx-lm, its
+        last token goes alone, so that no logits of the others are computed.
+        """
+        loaded = self._loaded
+        limit = loaded.chunk_tokens
+        whole = max(LOGITS_BYTES // (4 * loaded.vocabulary), 1)
+        done = 0
+        while len(prompt) - done > min(limit, whole):
+            self._check()
+            size = min(limit, len(prompt) - done - 1)
+            begun = time.perf_counter()
+            self._forward(prompt[done : done + size])
+            mx.eval([entry.state for entry in self._cache])
+            loaded.stream.end_forward()
+            self._tracer.prompt(self._request.number, size, begun, time.perf_counter())
+            done += size
+        return self._forward(prompt[done:])
+
+    def _forward(self, tokens: Sequence[int]) -> mx.array:
+        self._check()
+        self._loaded.stream.begin_forward()
+        logits = self._loaded.model(mx.array([tokens], mx.uint32), cache=self._cache)
+        last: mx.array = logits[:, -1, :]
+        return last
+
+    # -- output -------------------------------------------------------------------------------
+
+    def _emit(self, chosen: TokenLogprob, *, last: bool) -> FinishReason | None:
+        self._tokens.append(chosen.token)
+        asked = self._sampling.logprobs is not None
+        if asked:
+            self._logprobs.append(chosen)
+        finish: FinishReason | None = None
+        if chosen.token in self._loaded.end_tokens and not self._sampling.ignore_eos:
+            finish = "stop"
+        else:
+            self._text.add(chosen.token)
+            if self._text.stopped:
+                finish = "stop"
+            elif last:
+                finish = "length"
+        if finish is not None:
+            self._text.finish()
+        if self._request.chunks:
+            chunk = Chunk(self._text.take(), chosen.token, chosen if asked else None, finish)
+            self._request.post(chunk)
+        return finish
+
+    def _result(self, finish: FinishReason, started: float, first: float) -> Generation:
+        now = time.perf_counter()
+        later = len(self._tokens) - 1
+        counters = self.counters
+        stats = GenerationStats(
+            queued_seconds=started - self._request.created,
+            time_to_first_token=first - started,
+            decode_tokens_per_second=later / (now - first) if later > 0 else 0.0,
+            hits=counters.hits,
+            misses=counters.misses,
+            bytes_read=counters.bytes_read,
+            stall_seconds=counters.stall_seconds,
+            sync_seconds=counters.sync_seconds,
+            host_seconds=counters.host_seconds,
+            syncs=counters.syncs,
+            waves=counters.waves,
+        )
+        return Generation(
+            text=self._text.whole,
+            tokens=tuple(self._tokens),
+            finish_reason=finish,
+            prompt_tokens=self.prompt_tokens,
+            stats=stats,
+            logprobs=tuple(self._logprobs) if self._sampling.logprobs is not None else None,
+        )
+
+
+class _Chooser:
+    """Samples a token: logits processors, log-probabilities, sampler, as in mlx-lm's loop."""
+
+    def __init__(self, sampling: Sampling, prompt: Sequence[int]) -> None:
+        self._sampler = sampling.sampler()
+        self._processors = sampling.processors()
+        self._history = list(prompt)
+        self._alternatives = sampling.logprobs
+
+    def __call__(self, logits: mx.array) -> TokenLogprob:
+        """Choose from logits ``[1, vocabulary]``; evaluates everything that was pending."""
+        if self._processors:
+            history = mx.array(self._history)
+            for processor in self._processors:
+                logits = processor(history, logits)
+        logprobs = logits - mx.logsumexp(logits, keepdims=True)
+        sampled = self._sampler(logprobs)
+        if self._alternatives is None:
+            token = int(sampled.item())
+            self._history.append(token)
+            return TokenLogprob(token, 0.0)
+        best = mx.argsort(-logprobs, axis=-1)[0, : self._alternatives]
+        own = logprobs[0, sampled[0]]
+        values = logprobs[0, best]
+        mx.eval(sampled, best, own, values)
+        token = int(sampled.item())
+        self._history.append(token)
+        top = tuple(zip(best.tolist(), values.tolist(), strict=True))
+        return TokenLogprob(token, float(own.item()), top)
+
+
+class _Text:
+    """Turns token ids into text piece by piece, up to a stop text."""
+
+    def __init__(self, tokenizer: Any, sampling: Sampling) -> None:
+        self._detokenizer = tokenizer.detokenizer if tokenizer is not None else None
+        self._stop = StopText(sampling.stop)
+        self._taken = 0
+        self.whole = ""
+
+    @property
+    def stopped(self) -> bool:
+        return self._stop.stopped
+
+    def add(self, token: int) -> None:
+        if self._detokenizer is not None:
+            self._detokenizer.add_token(token)
+            self.whole += self._stop.feed(self._detokenizer.last_segment)
+
+    def finish(self) -> None:
+        if self._detokenizer is not None:
+            self._detokenizer.finalize()
+            self.whole += self._stop.feed(self._detokenizer.last_segment)
+            self.whole += self._stop.finish()
+
+    def take(self) -> str:
+        piece = self.whole[self._taken :]
+        self._taken = len(self.whole)
+        return piece
+
+
+def encode(loaded: LoadedModel, prompt: Prompt) -> list[int]:
+    """Token ids of a prompt.
+
+    Raises:
+        InvalidRequest: there is no tokenizer or chat template for it, or a token id is unknown.
+    """
+    tokenizer = loaded.tokenizer
+    tokens: list[int]
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise InvalidRequest("the checkpoint has no tokenizer; give the prompt as token ids")
+        # A text that begins with the special token already (a rendered chat template) keeps one.
+        special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
+        tokens = tokenizer.encode(prompt, add_special_tokens=special)
+    elif not isinstance(prompt[0], Mapping):
+        tokens = [int(token) for token in prompt]  # type: ignore[call-overload]
+        wrong = next((token for token in tokens if not 0 <= token < loaded.vocabulary), None)
+        if wrong is not None:
+            raise InvalidRequest(f"token {wrong} is not in the vocabulary of {loaded.vocabulary}")
+    else:
+        if tokenizer is None or not tokenizer.has_chat_template:
+            raise InvalidRequest("the checkpoint has no chat template; give the prompt as text")
+        tokens = _render(tokenizer, prompt)
+    if not tokens:
+        raise InvalidRequest("the prompt is empty")
+    return tokens
+
+
+def _render(tokenizer: Any, messages: Prompt) -> list[int]:
+    try:
+        tokens: list[int] = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],  # type: ignore[arg-type]
+            add_generation_prompt=True,
+        )
+    except Exception as error:  # templates raise errors of many kinds, meant for the user
+        raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
+    return tokens

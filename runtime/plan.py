@@ -1,0 +1,245 @@
+"""How the memory budget is spent: pure arithmetic on sizes that are known before anything is loaded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .errors import BudgetTooSmall, InvalidRequest
+
+CHUNK_TOKENS = 2048
+"""Longest prompt chunk; a chunk touches nearly every expert, so longer ones read less in all."""
+
+LEAST_CHUNK_TOKENS = 64
+CACHE_BYTES = 64 << 20
+"""What MLX may keep of freed buffers (arbitrary: enough for the buffers of one layer)."""
+
+LOGITS_BYTES = 64 << 20
+"""Largest logits ``[chunk, vocabulary]`` that are computed to take the last row (arbitrary)."""
+
+SLACK = 0.02
+"""Share of the budget left to allocator overhead (arbitrary)."""
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "K": 10**3,
+    "KB": 10**3,
+    "M": 10**6,
+    "MB": 10**6,
+    "G": 10**9,
+    "GB": 10**9,
+    "T": 10**12,
+    "TB": 10**12,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+    "TIB": 1 << 40,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSize:
+    """What one MoE layer asks of the plan.
+
+    Attributes:
+        layer: number of the transformer layer.
+        experts: how many there are.
+        top_k: how many a token is routed to.
+        slot_bytes: memory of one slot.
+        record_bytes: bytes of one expert on disk.
+    """
+
+    layer: int
+    experts: int
+    top_k: int
+    slot_bytes: int
+    record_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Everything about a model that its memory depends on. Bytes.
+
+    Attributes:
+        layers: the MoE layers in the order of the forward pass.
+        trunk_bytes: all other parameters, as they lie in memory.
+        kv_fixed_bytes: state of a sequence that does not grow.
+        kv_token_bytes: growth of the caches per token.
+        scratch_token_bytes: activations of a prompt chunk per token of it.
+        scratch_pair_bytes: the same per pair of a chunk token and a context token (scores).
+        vocabulary: number of logits.
+        longest_context: tokens that the model was made for.
+    """
+
+    layers: tuple[LayerSize, ...]
+    trunk_bytes: int
+    kv_fixed_bytes: int
+    kv_token_bytes: int
+    scratch_token_bytes: int
+    scratch_pair_bytes: int
+    vocabulary: int
+    longest_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What goes where. Bytes, unless said otherwise.
+
+    Attributes:
+        budget: total for the process; None when the slots were given by hand without one.
+        process_bytes: interpreter and libraries.
+        trunk_bytes: parameters that are no routed experts.
+        kv_bytes: caches of one sequence at full context.
+        scratch_bytes: of a prompt chunk.
+        cache_bytes: buffers that MLX keeps.
+        slot_bytes: all slots, whole layers included.
+        context: tokens of prompt and answer together.
+        chunk_tokens: prompt tokens computed at once.
+        slots: of each MoE layer; as many as experts means that the layer is resident.
+        minimum: smallest budget that would do.
+    """
+
+    budget: int | None
+    process_bytes: int
+    trunk_bytes: int
+    kv_bytes: int
+    scratch_bytes: int
+    cache_bytes: int
+    slot_bytes: int
+    context: int
+    chunk_tokens: int
+    slots: tuple[int, ...]
+    minimum: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of the parts."""
+        fixed = self.process_bytes + self.trunk_bytes + self.kv_bytes
+        return fixed + self.scratch_bytes + self.cache_bytes + self.slot_bytes
+
+
+def parse_size(value: int | str) -> int:
+    """Bytes of ``"8GB"``, ``"512 MiB"`` or a plain number.
+
+    Raises:
+        InvalidRequest: not a positive size.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise InvalidRequest(f"memory={value!r} is not a size; give bytes or a text like '8GB'")
+    if isinstance(value, int):
+        size = value
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        if match is None or match[2].upper() not in _UNITS:
+            raise InvalidRequest(f"memory={value!r} is not a size; give bytes or a text like '8GB'")
+        size = int(float(match[1]) * _UNITS[match[2].upper()])
+    if size <= 0:
+        raise InvalidRequest(f"memory={value!r} must be positive")
+    return size
+
+
+def make_plan(
+    model: ModelSize,
+    *,
+    budget: int | None,
+    process_bytes: int,
+    context: int,
+    slots: int | None = None,
+) -> Plan:
+    """Divide the budget.
+
+    Fixed parts come first; the rest goes to slots, the same share of the experts in every layer.
+
+    Args:
+        model: sizes from the headers.
+        budget: bytes for the whole process; None only with ``slots`` given.
+        process_bytes: what the process holds already.
+        context: tokens of prompt and answer together that one request may need.
+        slots: slots per layer, instead of what the budget gives.
+
+    Raises:
+        BudgetTooSmall: says the smallest budget that would do.
+        InvalidRequest: ``slots`` is less than one.
+    """
+    kv_bytes = model.kv_fixed_bytes + model.kv_token_bytes * context
+    fixed = process_bytes + model.trunk_bytes + kv_bytes + CACHE_BYTES
+    floor = sum(min(layer.top_k, layer.experts) * layer.slot_bytes for layer in model.layers)
+    least = fixed + floor + _scratch(model, min(LEAST_CHUNK_TOKENS, context), context)
+    minimum = int(least / (1 - SLACK)) + 1
+    if slots is not None:
+        if slots < 1:
+            raise InvalidRequest(f"slots={slots} must be at least 1")
+        chunk = min(CHUNK_TOKENS, context)
+        chosen = [min(slots, layer.experts) for layer in model.layers]
+    else:
+        assert budget is not None
+        if budget < minimum:
+            raise BudgetTooSmall(budget, minimum, _parts(model, process_bytes, kv_bytes, floor))
+        usable = int(budget * (1 - SLACK))
+        chunk = _chunk(model, context, spare=usable - fixed - floor)
+        spare = usable - fixed - _scratch(model, chunk, context)
+        chosen = share_slots(model.layers, spare)
+    return Plan(
+        budget=budget,
+        process_bytes=process_bytes,
+        trunk_bytes=model.trunk_bytes,
+        kv_bytes=kv_bytes,
+        scratch_bytes=_scratch(model, chunk, context),
+        cache_bytes=CACHE_BYTES,
+        slot_bytes=sum(n * layer.slot_bytes for n, layer in zip(chosen, model.layers, strict=True)),
+        context=context,
+        chunk_tokens=chunk,
+        slots=tuple(chosen),
+        minimum=minimum,
+    )
+
+
+def share_slots(layers: Sequence[LayerSize], spare: int) -> list[int]:
+    """Slots per layer that ``spare`` bytes hold: equal shares of the experts, at least top_k each."""
+    everything = sum(layer.experts * layer.slot_bytes for layer in layers)
+    share = spare / everything
+    chosen = [
+        max(min(layer.top_k, layer.experts), min(layer.experts, int(layer.experts * share)))
+        for layer in layers
+    ]
+    # Layers whose share is below top_k take more than it; the others pay, the largest pool first.
+    used = sum(n * layer.slot_bytes for n, layer in zip(chosen, layers, strict=True))
+    while used > spare:
+        candidates = [i for i, layer in enumerate(layers) if chosen[i] > layer.top_k]
+        if not candidates:
+            break
+        most = max(candidates, key=lambda i: chosen[i] * layers[i].slot_bytes)
+        chosen[most] -= 1
+        used -= layers[most].slot_bytes
+    # What rounding left over goes to the layers in turn.
+    for index, layer in enumerate(layers):
+        if chosen[index] < layer.experts and used + layer.slot_bytes <= spare:
+            chosen[index] += 1
+            used += layer.slot_bytes
+    return chosen
+
+
+def _scratch(model: ModelSize, chunk: int, context: int) -> int:
+    activations = chunk * model.scratch_token_bytes + chunk * context * model.scratch_pair_bytes
+    row = 4 * model.vocabulary
+    return activations + 2 * min(chunk * row, max(LOGITS_BYTES, row))
+
+
+def _chunk(model: ModelSize, context: int, *, spare: int) -> int:
+    """Longest prompt chunk whose scratch takes no more than a quarter of what slots could have."""
+    chunk = min(CHUNK_TOKENS, context)
+    while chunk > LEAST_CHUNK_TOKENS and _scratch(model, chunk, context) > spare // 4:
+        chunk = max(chunk // 2, LEAST_CHUNK_TOKENS)
+    return chunk
+
+
+def _parts(model: ModelSize, process_bytes: int, kv_bytes: int, floor: int) -> str:
+    parts = {
+        "process": process_bytes,
+        "trunk": model.trunk_bytes,
+        "caches": kv_bytes,
+        "slots": floor,
+    }
+    return ", ".join(f"{name} {nbytes / 1e9:.2f}GB" for name, nbytes in parts.items())

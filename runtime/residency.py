@@ -1,0 +1,194 @@
+"""Which expert sits in which slot: a pure state machine for one MoE layer. No I/O, no locks, no MLX.
+
+States of an expert: absent, reading (it has a slot, the bytes are on their way), resident.
+A slot is taken from the free ones or from the coldest resident expert that nobody has pinned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .policy import LeastRecentlyUsed, Policy, PolicyFactory
+
+NONE = -1
+
+
+class IntegrityError(AssertionError):
+    """The books of a pool do not balance: a bug, never the user's fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Acquired:
+    """What a layer call got.
+
+    Attributes:
+        slots: one per requested expert, in the order asked; all are pinned once.
+        reads: experts that have just been given a slot and must be read.
+        joins: experts whose read was already on its way.
+    """
+
+    slots: list[int]
+    reads: list[int]
+    joins: list[int]
+
+
+class Residency:
+    """The slots of one layer.
+
+    Args:
+        experts: number of experts of the layer.
+        slots: number of slots, at least 1.
+        policy: makes the order of eviction.
+    """
+
+    def __init__(
+        self, experts: int, slots: int, policy: PolicyFactory = LeastRecentlyUsed
+    ) -> None:
+        self.experts = experts
+        self.slots = slots
+        self._policy: Policy = policy()
+        self._slot_of = [NONE] * experts
+        self._expert_of = [NONE] * slots
+        self._reading = bytearray(slots)
+        self._pins = [0] * slots
+        self._free = list(range(slots - 1, -1, -1))
+        self._pinned = 0
+        self._unpinnable = 0  # slots being read into that nobody has pinned
+        self.evictions = 0
+
+    # -- questions ----------------------------------------------------------------------------
+
+    def slot(self, expert: int) -> int:
+        """Slot of an expert that is resident or reading, else -1."""
+        return self._slot_of[expert]
+
+    def resident(self, expert: int) -> bool:
+        """Whether the expert's bytes are there."""
+        slot = self._slot_of[expert]
+        return slot != NONE and not self._reading[slot]
+
+    def room(self) -> int:
+        """How many distinct experts one call can hold at this moment."""
+        return self.slots - self._pinned - self._unpinnable
+
+    # -- steps --------------------------------------------------------------------------------
+
+    def acquire(self, experts: Sequence[int]) -> Acquired:
+        """Pin a slot for each of these distinct experts, assigning slots to the absent ones.
+
+        The caller has made sure that they fit (``room``); experts that are already being read count
+        as fitting. Nothing that is pinned or asked for in this call is evicted.
+        """
+        slot_of, pins, reading = self._slot_of, self._pins, self._reading
+        slots: list[int] = []
+        absent: list[int] = []
+        joins: list[int] = []
+        used = self._policy.used
+        for position, expert in enumerate(experts):
+            slot = slot_of[expert]
+            slots.append(slot)
+            if slot == NONE:
+                absent.append(position)
+                continue
+            if not pins[slot]:
+                self._pinned += 1
+                self._unpinnable -= reading[slot]
+            pins[slot] += 1
+            used(expert)
+            if reading[slot]:
+                joins.append(expert)
+        reads = [experts[position] for position in absent]
+        for position, expert in zip(absent, reads, strict=True):
+            slot = self._take(expert)
+            pins[slot] = 1
+            self._pinned += 1
+            slots[position] = slot
+        return Acquired(slots, reads, joins)
+
+    def _take(self, expert: int) -> int:
+        if self._free:
+            slot = self._free.pop()
+        else:
+            slot = self._evict()
+        self._slot_of[expert] = slot
+        self._expert_of[slot] = expert
+        self._reading[slot] = 1
+        self._policy.added(expert)
+        return slot
+
+    def _evict(self) -> int:
+        for victim in self._policy.coldest():
+            slot = self._slot_of[victim]
+            if not self._pins[slot] and not self._reading[slot]:
+                self._forget(victim)
+                self.evictions += 1
+                return slot
+        raise IntegrityError("no slot can be given up: the call was larger than the room")
+
+    def _forget(self, expert: int) -> None:
+        slot = self._slot_of[expert]
+        self._slot_of[expert] = NONE
+        self._expert_of[slot] = NONE
+        self._policy.removed(expert)
+
+    def published(self, expert: int) -> None:
+        """The expert's bytes have arrived in its slot."""
+        slot = self._slot_of[expert]
+        self._reading[slot] = 0
+        self._unpinnable -= not self._pins[slot]
+
+    def failed(self, expert: int) -> None:
+        """The read has ended in an error: the expert is absent again, the slot never published."""
+        slot = self._slot_of[expert]
+        self._forget(expert)
+        self._reading[slot] = 0
+        if not self._pins[slot]:
+            self._unpinnable -= 1
+            self._free.append(slot)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Take one pin off each slot. The evaluation that read them must have completed."""
+        pins = self._pins
+        for slot in slots:
+            pins[slot] -= 1
+            if not pins[slot]:
+                self._pinned -= 1
+                if self._reading[slot]:
+                    self._unpinnable += 1
+                elif self._expert_of[slot] == NONE:
+                    self._free.append(slot)
+
+    # -- integrity ----------------------------------------------------------------------------
+
+    def check_integrity(self, *, idle: bool = False) -> None:
+        """Raise IntegrityError unless the books balance.
+
+        Args:
+            idle: also demand that nothing is pinned or being read.
+        """
+        held = [slot for slot in range(self.slots) if self._expert_of[slot] != NONE]
+        for slot in held:
+            _check(self._slot_of[self._expert_of[slot]] == slot, f"slot {slot} has two owners")
+        mapped = sum(slot != NONE for slot in self._slot_of)
+        _check(mapped == len(held), f"{mapped} experts are mapped to {len(held)} slots")
+        _check(len(set(self._free)) == len(self._free), "a slot is free twice")
+        _check(not set(self._free) & set(held), "a free slot holds an expert")
+        empty_pinned = sum(
+            self._expert_of[slot] == NONE and pin > 0 for slot, pin in enumerate(self._pins)
+        )
+        total = len(self._free) + len(held) + empty_pinned
+        _check(total == self.slots, f"{total} slots are accounted for, {self.slots} exist")
+        _check(set(self._policy.coldest()) == {self._expert_of[s] for s in held}, "policy drifted")
+        _check(min(self._pins) >= 0, "a slot has been released more often than pinned")
+        _check(self._pinned == sum(pin > 0 for pin in self._pins), "pin count drifted")
+        loose = sum(r and not pin for r, pin in zip(self._reading, self._pins, strict=True))
+        _check(self._unpinnable == loose, "count of unpinned reads drifted")
+        if idle:
+            _check(self._pinned == 0, f"{self._pinned} slots are pinned while idle")
+            _check(not any(self._reading), "a slot is being read while idle")
+
+
+def _check(holds: bool, problem: str) -> None:
+    if not holds:
+        raise IntegrityError(problem)

@@ -1,0 +1,74 @@
+"""Dense slot pools: one MLX array ``[slots, *shape]`` per component, written to by the reader.
+
+The arrays are never assigned to and live as long as the pool: the byte views write into their
+storage, and MLX sees each write at the next evaluation. Only the compute thread makes a pool.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import mlx.core as mx
+
+from ..io.records import ITEM_BYTES, PAGE, Component, Record
+
+DTYPES = {
+    "BF16": mx.bfloat16,
+    "F16": mx.float16,
+    "F32": mx.float32,
+    "U8": mx.uint8,
+    "I8": mx.int8,
+    "U16": mx.uint16,
+    "U32": mx.uint32,
+    "I32": mx.int32,
+}
+"""MLX dtype of each safetensors dtype code that a pool can hold."""
+
+
+class SlotPool:
+    """The slots of one MoE layer.
+
+    Attributes:
+        arrays: component name -> array ``[slots, *component.shape]`` of the pooled dtype. Each starts
+            at a page boundary, so that direct I/O can write whole rows.
+        nbytes: bytes of all arrays.
+    """
+
+    def __init__(self, record: Record, slots: int) -> None:
+        self.slots = slots
+        self.arrays: dict[str, mx.array] = {}
+        self._views: list[memoryview] = []
+        self._widths = [component.pooled_bytes for component in record.components]
+        for component in record.components:
+            array, view = _allocate(component, slots)
+            self.arrays[component.name] = array
+            self._views.append(view)
+        self.nbytes = slots * record.pooled_bytes
+
+    def rows(self, slot: int) -> list[memoryview]:
+        """Writable byte views of one slot, one per component."""
+        return [
+            view[slot * width : (slot + 1) * width]
+            for view, width in zip(self._views, self._widths, strict=True)
+        ]
+
+
+def _allocate(component: Component, slots: int) -> tuple[mx.array, memoryview]:
+    dtype = DTYPES[component.pooled]
+    item = ITEM_BYTES[component.pooled]
+    count = slots * component.items
+    # On the CPU stream: on CUDA this gives managed memory at once instead of moving it later.
+    base = mx.zeros((count + PAGE // item,), dtype, stream=mx.cpu)
+    mx.eval(base)
+    storage = memoryview(base).cast("B")
+    skip = -_address(storage) % PAGE
+    pool = base[skip // item : skip // item + count].reshape(slots, *component.shape)
+    mx.eval(pool)
+    if count and _address(memoryview(pool).cast("B")) != _address(storage) + skip:
+        raise RuntimeError(f"MLX copied the slot pool of {component.name} instead of aliasing it")
+    return pool, storage[skip : skip + math.prod((count, item))]
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)) if len(view) else 0
