@@ -36,7 +36,9 @@ class RecordReader:
         self._records = tuple(records)
         self._preadv = preadv
         self._lane = threading.local()
-        self._scratch_bytes = max((_widened_bytes(r, run) for r in records for run in r.runs), default=0)
+        self._scratch_bytes = max(
+            (_widened_bytes(r, run) for r in records for run in r.runs), default=0
+        )
         self._buffered: dict[Path, int] = {}
         self._direct: dict[Path, int] = {}
         try:

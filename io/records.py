@@ -133,7 +133,8 @@ def merge_runs(components: Sequence[Component]) -> tuple[Run, ...]:
                 before.path == here.path
                 and before.stride == here.stride
                 and before.offset + before.stored_bytes == here.offset
-                and components[groups[-1][0]].offset + here.stride >= here.offset + here.stored_bytes
+                and components[groups[-1][0]].offset + here.stride
+                >= here.offset + here.stored_bytes
             ):
                 groups[-1].append(index)
                 continue

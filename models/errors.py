@@ -34,7 +34,7 @@ class ExpertsNotStacked(ModelError):
 
     def __init__(self, directory: Path, tensor: str) -> None:
         super().__init__(
-            f"{directory} does not store {tensor} stacked over the experts, so single experts cannot "
-            "be read in place; convert the checkpoint with mlx_lm.convert first"
+            f"{directory} does not store {tensor} stacked over the experts, so single experts "
+            "cannot be read in place; convert the checkpoint with mlx_lm.convert first"
         )
         self.tensor = tensor

@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import (
     QuantizedSwitchLinear,
     SwitchGLU,
@@ -38,7 +39,7 @@ class ExpertSite:
     @property
     def experts(self) -> int:
         """How many experts the module holds."""
-        return next(iter(projections(self.module).values())).num_experts
+        return int(next(iter(projections(self.module).values())).num_experts)
 
     def put(self, replacement: Any) -> None:
         """Let the model call ``replacement(x, indices)`` instead of the module."""
@@ -89,6 +90,12 @@ def expert_parameters(module: nn.Module) -> dict[str, mx.array]:
         for name, array in linear.items()
         if isinstance(array, mx.array)
     }
+
+
+def other_parameters(module: nn.Module) -> list[mx.array]:
+    """Parameters of a switch module without an expert axis: they stay in memory."""
+    experts = {id(array) for array in expert_parameters(module).values()}
+    return [array for _, array in tree_flatten(module.parameters()) if id(array) not in experts]
 
 
 def install_parameters(module: nn.Module, arrays: dict[str, mx.array]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,8 +22,8 @@ class StreamingSwitch:
     only, and tree functions do not follow the reference to the runner.
 
     Attributes:
-        inner: mlx-lm's own switch module. Its parameters are slot pools ``[slots, ...]``, so it takes
-            slot ids where it used to take expert ids; activation, bias and sorting stay its own.
+        inner: mlx-lm's own switch module. Its parameters are slot pools ``[slots, ...]``, so it
+            takes slot ids where it took expert ids; activation, bias and sorting stay its own.
         group: ordinal of the streamed layer in the order of the forward pass.
         layer: number of the transformer layer.
     """
@@ -35,6 +35,10 @@ class StreamingSwitch:
         self.group = group
         self.layer = layer
         self.runner = runner
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else a block keeps in its switch module (muse_spark: a norm)."""
+        return getattr(self.inner, name)
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         """Run the routed experts.

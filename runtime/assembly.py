@@ -1,4 +1,4 @@
-"""Puts a streaming model together: sizes from headers, plan, pools in place of experts, trunk loaded.
+"""Puts a streaming model together: sizes from headers, extents of experts, the trunk loaded.
 
 Everything here runs on the compute thread.
 """
@@ -17,7 +17,14 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..io.checkpoint import Checkpoint, open_checkpoint
 from ..io.records import WIDENED, Component, Record
 from ..models.errors import ExpertsNotStacked, NotMoEModel, UnsupportedModel
-from ..models.experts import ExpertSite, SiteUse, expert_parameters, find_sites, probe_sites
+from ..models.experts import (
+    ExpertSite,
+    SiteUse,
+    expert_parameters,
+    find_sites,
+    other_parameters,
+    probe_sites,
+)
 from ..models.loading import LazyModel, load_lazily
 from .plan import LayerSize, ModelSize
 from .slots import DTYPES
@@ -78,7 +85,9 @@ def draw_blueprint(directory: Path, *, widen: bool | None = None) -> Blueprint:
         raise UnsupportedModel(checkpoint.directory, f"its forward pass fails: {error}") from error
     if not uses:
         raise NotMoEModel(checkpoint.directory, str(lazy.config.get("model_type")))
-    return Blueprint(checkpoint, lazy, tuple(uses), _measure(lazy, uses, cache, stored, vocabulary), widen)
+    return Blueprint(
+        checkpoint, lazy, tuple(uses), _measure(lazy, uses, cache, stored, vocabulary), widen
+    )
 
 
 def make_record(blueprint: Blueprint, site: ExpertSite) -> Record:
@@ -110,15 +119,22 @@ def make_record(blueprint: Blueprint, site: ExpertSite) -> Record:
     return Record(site.layer, site.experts, tuple(components))
 
 
-def load_parameters(model: Any, *, check: Check, progress: Progress | None) -> int:
-    """Evaluate all parameters of the model tree in batches; returns their bytes.
+def trunk_parameters(model: Any, streamed: Sequence[ExpertSite]) -> list[mx.array]:
+    """All parameters but the streamed experts, whose modules have left the model's tree."""
+    arrays = [array for _, array in tree_flatten(model.parameters())]
+    for site in streamed:
+        arrays += other_parameters(site.module)
+    return arrays
+
+
+def load_parameters(arrays: Sequence[mx.array], *, check: Check, progress: Progress | None) -> int:
+    """Evaluate parameters in batches; returns their bytes.
 
     Args:
-        model: whose streamed experts have been taken out of the tree.
+        arrays: unevaluated parameters.
         check: called between the batches; may raise to give up.
         progress: called between the batches.
     """
-    arrays = [array for _, array in tree_flatten(model.parameters())]
     total = sum(array.nbytes for array in arrays)
     done = 0
     for batch in _batches(arrays):
@@ -206,7 +222,9 @@ def _cache_bytes(cache: Sequence[Any]) -> tuple[int, int]:
             more_fixed, more_growing = _cache_bytes(parts)
             fixed, growing = fixed + more_fixed, growing + more_growing
             continue
-        arrays = [value for _, value in tree_flatten(list(vars(entry).values())) if _is_array(value)]
+        arrays = [
+            value for _, value in tree_flatten(list(vars(entry).values())) if _is_array(value)
+        ]
         nbytes = sum(array.nbytes for array in arrays)
         keys = getattr(entry, "keys", None)
         if keys is None:

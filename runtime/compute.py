@@ -1,7 +1,7 @@
 """The compute thread: the only one that touches MLX, for the engine's whole life.
 
-Contract: a submitted job is either refused at once with ``EngineClosed`` or ``EngineDead``, or exactly
-one of its ``run`` and ``abort`` is called, also when the thread dies.
+Contract: a submitted job is either refused at once with ``EngineClosed`` or ``EngineDead``, or
+exactly one of its ``run`` and ``abort`` is called, also when the thread dies.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ class ComputeThread(Generic[Core]):
     """
 
     def __init__(
-        self, make_core: Callable[[], AbstractContextManager[Core]], *, name: str = "moestream-compute"
+        self,
+        make_core: Callable[[], AbstractContextManager[Core]],
+        *,
+        name: str = "moestream-compute",
     ) -> None:
         self._make_core = make_core
         self._thread = threading.Thread(target=self._main, name=name)

@@ -16,7 +16,15 @@ from ..io.loop import IoLoop
 from ..io.reader import RecordReader
 from ..models.experts import install_parameters
 from ..models.switch import StreamingSwitch
-from .assembly import Blueprint, Check, Progress, draw_blueprint, load_parameters, make_record
+from .assembly import (
+    Blueprint,
+    Check,
+    Progress,
+    draw_blueprint,
+    load_parameters,
+    make_record,
+    trunk_parameters,
+)
 from .errors import TraceUnwritable
 from .generation import LoadedModel
 from .hub import resolve_model
@@ -96,9 +104,7 @@ def plan_model(blueprint: Blueprint, settings: Settings) -> Plan:
 
 
 @contextmanager
-def running_core(
-    settings: Settings, *, check: Check, progress: Progress | None
-) -> Iterator[Core]:
+def running_core(settings: Settings, *, check: Check, progress: Progress | None) -> Iterator[Core]:
     """Open a model on the calling thread, which stays its only MLX thread.
 
     Args:
@@ -134,7 +140,8 @@ def running_core(
             use.site.put(StreamingSwitch(use.site.module, group, use.site.layer, stream))
         # Of the others the model tree holds the parameters: they are loaded with the trunk.
         model, config = blueprint.lazy.model, blueprint.lazy.config
-        trunk_bytes = load_parameters(model, check=check, progress=progress)
+        parameters = trunk_parameters(model, [use.site for use, _ in streamed])
+        trunk_bytes = load_parameters(parameters, check=check, progress=progress)
         loaded = LoadedModel(
             model=model,
             tokenizer=tokenizer,
@@ -146,7 +153,7 @@ def running_core(
         )
         core = Core(plan, loaded, store, loop, tracer, trunk_bytes)
         core.sample_memory()
-        del model, blueprint, streamed
+        del model, blueprint, streamed, parameters
         yield core
         store.check_integrity()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +18,7 @@ from .core import DEFAULT_LANES, Core, Settings, running_core
 from .errors import EngineClosed, EngineDead, GenerationFailed, InvalidRequest
 from .generation import TokenLoop
 from .plan import Plan
-from .request import Cancelled, Failed, Request, State
+from .request import Cancelled, Failed, Message, Request, State
 from .sampling import Prompt, Sampling, check_prompt
 from .streaming import StepCounters
 
@@ -43,8 +42,8 @@ class SamplingArguments(TypedDict, total=False):
 class Engine:
     """A Mixture-of-Experts model whose experts are streamed from the drive.
 
-    Made by ``Engine.open``; an async context manager. All methods may be called from any asyncio loop,
-    many calls at once; requests are served one at a time in the order of their arrival.
+    Made by ``Engine.open``; an async context manager. All methods may be called from any asyncio
+    loop, many calls at once; requests are served one at a time in the order of their arrival.
     """
 
     def __init__(self, thread: ComputeThread[Core], core: Core) -> None:
@@ -72,8 +71,8 @@ class Engine:
 
         Args:
             model: directory of an mlx-lm checkpoint, or a Hub id that is downloaded first.
-            memory: total for this process: bytes, a text like "8GB", "all" (every expert resident), or
-                None for a share of what the machine has free.
+            memory: total for this process: bytes, a text like "8GB", "all" (every expert resident),
+                or None for a share of what the machine has free.
             slots: slots per MoE layer, instead of what ``memory`` gives.
             context: most tokens of prompt and answer together; None for at most 4096.
             dtype: "float32" computes in float32, "checkpoint" in the checkpoint's own type; None
@@ -207,8 +206,15 @@ class _Totals:
         self.running: TokenLoop | None = None
         self.ended = StepCounters()
 
-    def end(self, loop: TokenLoop) -> None:
+    def end(self, loop: TokenLoop, outcome: Message) -> None:
         self.running = None
+        if isinstance(outcome, Failed):
+            self.failed += 1
+        elif isinstance(outcome, Generation):
+            self.cancelled += outcome.finish_reason == "cancelled"
+            self.finished += outcome.finish_reason != "cancelled"
+            self.prompt_tokens += outcome.prompt_tokens
+            self.tokens += len(outcome.tokens)
         for name in StepCounters.__slots__:
             setattr(self.ended, name, getattr(self.ended, name) + getattr(loop.counters, name))
 
@@ -272,26 +278,19 @@ class _GenerationJob:
 
         loop = TokenLoop(core.loaded, request, tracer=core.tracer, check=check)
         totals.running = loop
+        outcome: Message
         try:
-            result = loop.run()
+            outcome = loop.run()
         except Exception as error:
-            totals.failed += 1
-            request.post(Failed(_outcome(error)))
+            outcome = Failed(_outcome(error))
         except BaseException as error:
             request.post(Failed(EngineDead(error)))
             raise
-        else:
-            if result.finish_reason == "cancelled":
-                totals.cancelled += 1
-            else:
-                totals.finished += 1
-            totals.prompt_tokens += result.prompt_tokens
-            totals.tokens += len(result.tokens)
-            request.post(result)
         finally:
             request.state = State.ENDED
-            totals.end(loop)
+        totals.end(loop, outcome)
         core.sample_memory()
+        request.post(outcome)
         if core.loop.failure is not None:
             raise core.loop.failure
 
@@ -324,7 +323,9 @@ def _settings(
     trace: str | Path | None,
 ) -> Settings:
     for name, value in (("slots", slots), ("context", context), ("lanes", lanes)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or value < 1
+        ):
             raise InvalidRequest(f"{name}={value!r} must be a whole number of at least 1")
     if dtype not in (None, "float32", "checkpoint"):
         raise InvalidRequest(f"dtype={dtype!r} must be 'float32', 'checkpoint' or None")
@@ -372,6 +373,3 @@ async def _finish(thread: ComputeThread[Core]) -> None:
     thread.join()
     if cancelled is not None:
         raise cancelled
-
-
-

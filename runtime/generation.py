@@ -217,14 +217,14 @@ class _Chooser:
             for processor in self._processors:
                 logits = processor(history, logits)
         logprobs = logits - mx.logsumexp(logits, keepdims=True)
-        sampled = self._sampler(logprobs)
+        sampled: Any = self._sampler(logprobs)
         if self._alternatives is None:
             token = int(sampled.item())
             self._history.append(token)
             return TokenLogprob(token, 0.0)
-        best = mx.argsort(-logprobs, axis=-1)[0, : self._alternatives]
-        own = logprobs[0, sampled[0]]
-        values = logprobs[0, best]
+        best: Any = mx.argsort(-logprobs, axis=-1)[0, : self._alternatives]
+        own: Any = logprobs[0, sampled[0]]
+        values: Any = logprobs[0, best]
         mx.eval(sampled, best, own, values)
         token = int(sampled.item())
         self._history.append(token)
@@ -277,7 +277,7 @@ def encode(loaded: LoadedModel, prompt: Prompt) -> list[int]:
         special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
         tokens = tokenizer.encode(prompt, add_special_tokens=special)
     elif not isinstance(prompt[0], Mapping):
-        tokens = [int(token) for token in prompt]  # type: ignore[call-overload]
+        tokens = [int(token) for token in prompt]  # type: ignore[arg-type]
         wrong = next((token for token in tokens if not 0 <= token < loaded.vocabulary), None)
         if wrong is not None:
             raise InvalidRequest(f"token {wrong} is not in the vocabulary of {loaded.vocabulary}")

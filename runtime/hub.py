@@ -40,7 +40,9 @@ def _download(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=DEFAULT_ALLOW_PATTERNS))
     except GatedRepoError as error:
-        raise HubUnavailable(f"{name} is gated: accept its licence on the hub and log in") from error
+        raise HubUnavailable(
+            f"{name} is gated: accept its licence on the hub and log in"
+        ) from error
     except RepositoryNotFoundError as error:
         raise HubUnavailable(f"there is no model {name} on the hub, or it is private") from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, OSError) as error:

@@ -1,4 +1,4 @@
-"""How the memory budget is spent: pure arithmetic on sizes that are known before anything is loaded."""
+"""How the memory budget is spent: pure arithmetic on sizes known before anything is loaded."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def make_plan(
 
 
 def share_slots(layers: Sequence[LayerSize], spare: int) -> list[int]:
-    """Slots per layer that ``spare`` bytes hold: equal shares of the experts, at least top_k each."""
+    """Slots per layer that ``spare`` bytes hold: equal shares of the experts, top_k at least."""
     everything = sum(layer.experts * layer.slot_bytes for layer in layers)
     share = spare / everything
     chosen = [

@@ -1,4 +1,4 @@
-"""One call of ``generate`` or ``stream`` on its way between the caller's loop and the compute thread."""
+"""One call of ``generate`` or ``stream`` between the caller's loop and the compute thread."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ Message = Chunk | Generation | Failed
 class Request:
     """A request and its way back to the caller.
 
-    The caller's side is an asyncio queue on the caller's loop; the compute thread posts plain Python
-    values into it with ``call_soon_threadsafe``. Made on the caller's loop. Exactly one ``Generation``
-    or ``Failed`` is posted, as the last message.
+    The caller's side is an asyncio queue on the caller's loop; the compute thread posts plain
+    Python values into it with ``call_soon_threadsafe``. Made on the caller's loop. Exactly one
+    ``Generation`` or ``Failed`` is posted, as the last message.
 
     Args:
         prompt: text, token ids or chat messages.

@@ -1,4 +1,6 @@
-"""Which expert sits in which slot: a pure state machine for one MoE layer. No I/O, no locks, no MLX.
+"""Which expert sits in which slot: a pure state machine for one MoE layer.
+
+No I/O, no locks, no MLX.
 
 States of an expert: absent, reading (it has a slot, the bytes are on their way), resident.
 A slot is taken from the free ones or from the coldest resident expert that nobody has pinned.
@@ -42,9 +44,7 @@ class Residency:
         policy: makes the order of eviction.
     """
 
-    def __init__(
-        self, experts: int, slots: int, policy: PolicyFactory = LeastRecentlyUsed
-    ) -> None:
+    def __init__(self, experts: int, slots: int, policy: PolicyFactory = LeastRecentlyUsed) -> None:
         self.experts = experts
         self.slots = slots
         self._policy: Policy = policy()

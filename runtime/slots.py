@@ -7,7 +7,7 @@ storage, and MLX sees each write at the next evaluation. Only the compute thread
 from __future__ import annotations
 
 import ctypes
-import math
+from typing import Any
 
 import mlx.core as mx
 
@@ -30,8 +30,8 @@ class SlotPool:
     """The slots of one MoE layer.
 
     Attributes:
-        arrays: component name -> array ``[slots, *component.shape]`` of the pooled dtype. Each starts
-            at a page boundary, so that direct I/O can write whole rows.
+        arrays: component name -> array ``[slots, *component.shape]`` of the pooled dtype. Each
+            starts at a page boundary, so that direct I/O can write whole rows.
         nbytes: bytes of all arrays.
     """
 
@@ -61,13 +61,18 @@ def _allocate(component: Component, slots: int) -> tuple[mx.array, memoryview]:
     # On the CPU stream: on CUDA this gives managed memory at once instead of moving it later.
     base = mx.zeros((count + PAGE // item,), dtype, stream=mx.cpu)
     mx.eval(base)
-    storage = memoryview(base).cast("B")
+    storage = _bytes(base)
     skip = -_address(storage) % PAGE
     pool = base[skip // item : skip // item + count].reshape(slots, *component.shape)
     mx.eval(pool)
-    if count and _address(memoryview(pool).cast("B")) != _address(storage) + skip:
+    if count and _address(_bytes(pool)) != _address(storage) + skip:
         raise RuntimeError(f"MLX copied the slot pool of {component.name} instead of aliasing it")
-    return pool, storage[skip : skip + math.prod((count, item))]
+    return pool, storage[skip : skip + count * item]
+
+
+def _bytes(array: Any) -> memoryview:
+    """The writable storage of an evaluated array."""
+    return memoryview(array).cast("B")
 
 
 def _address(view: memoryview) -> int:

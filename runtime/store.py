@@ -43,7 +43,7 @@ class Demanded:
     Attributes:
         slots: one per expert asked for, pinned.
         futures: of the experts that are not there yet.
-        misses: how many had to be asked from the drive (the others of ``futures`` were on their way).
+        misses: how many had to be asked from the drive (other ``futures`` were on their way).
         nbytes: bytes of the reads that this call started.
     """
 

@@ -1,8 +1,8 @@
 """The decode step of a MoE layer on the compute thread: sync, residency, demand, wait, compute.
 
-Per layer there is one synchronisation with the device, for the router's choice. The same ``mx.eval``
-names the outputs of the layers before, so that their slots may be given up once it returns:
-a slot is never reused before the evaluation that reads it has completed.
+Per layer there is one synchronisation with the device, for the router's choice. The same
+``mx.eval`` names the outputs of the layers before, so that their slots may be given up once it
+returns: a slot is never reused before the evaluation that reads it has completed.
 """
 
 from __future__ import annotations
@@ -151,10 +151,11 @@ class ExpertStream:
         routed: npt.NDArray[np.integer],
         experts: list[int],
     ) -> mx.array:
-        """A call that routes to more experts than fit: each wave computes the pairs of some of them.
+        """A call that routes to more experts than fit: each wave computes the pairs of some.
 
-        Each (token, expert) pair is computed once and each expert read at most once. Rows are put back
-        into their places, so only the shape of the kernel calls differs from the undivided one.
+        Each (token, expert) pair is computed once and each expert read at most once. Rows are
+        put back into their places, so only the shape of the kernel calls differs from the
+        undivided one.
         """
         store, table, top_k = self._store, self._tables[switch.group], shape[-1]
         tokens = x.reshape(-1, x.shape[-1])

@@ -19,8 +19,10 @@ _leased = 0
 
 
 def _new_streams() -> list[mx.Stream]:
-    devices = [mx.cpu] if mx.default_device() == mx.cpu else [mx.cpu, mx.default_device()]
-    return [mx.new_thread_unsafe_stream(device) for device in devices]
+    streams = [mx.new_thread_unsafe_stream(mx.cpu)]
+    if mx.default_device() != mx.cpu:
+        streams.append(mx.new_thread_unsafe_stream(mx.default_device()))
+    return streams
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Records what happened when, as a Chrome trace that opens in Perfetto (ui.perfetto.dev).
 
-Any thread adds events to a bounded buffer; the I/O loop writes them. When the buffer is full, events
-are counted and dropped rather than slowing a token down.
+Any thread adds events to a bounded buffer; the I/O loop writes them. When the buffer is full,
+events are counted and dropped rather than slowing a token down.
 """
 
 from __future__ import annotations

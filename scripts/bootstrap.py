@@ -112,7 +112,8 @@ def why_anew(version: str | None, extra: str) -> str | None:
         return "there is none yet"
     if version is None:
         return "the old one does not work"
-    if tuple(map(int, version.split(".")[:2])) < (3, 11):
+    minor = tuple(map(int, version.split(".")[:2]))
+    if minor < (3, 11) or (os.environ.get("MOESTREAM_PYTHON") and minor != sys.version_info[:2]):
         return f"the old one has Python {version}"
     made = read_json(MADE)
     if not made:

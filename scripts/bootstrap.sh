@@ -1,7 +1,7 @@
 # Sourced by scripts/demo and scripts/test. Finds a Python, then has bootstrap.py make `.venv`.
 # Sets root (the repository) and venv_python. Keeps to bash 3.2, which macOS has.
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+root=$(CDPATH="" cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 venv_python=$root/.venv/bin/python
 
 # Prints the first Python that is new enough and can make virtual environments.

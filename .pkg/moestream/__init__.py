@@ -16,44 +16,99 @@ if TYPE_CHECKING:
         CheckpointError,
         CheckpointNotFound,
         CorruptCheckpoint,
+        LoopClosed,
         MoestreamError,
         ReadFailed,
     )
-    from .runtime.api import Chunk, Generation, Statistics, TokenLogprob
-    from .runtime.engine import Engine
-    from .runtime.prefetch import PrefetchConfig
+    from .models.errors import (
+        ExpertsNotStacked,
+        ModelError,
+        NotMoEModel,
+        UnsupportedModel,
+    )
+    from .runtime.api import (
+        Chunk,
+        Generation,
+        GenerationStats,
+        Statistics,
+        TokenLogprob,
+    )
+    from .runtime.engine import (
+        Engine,
+    )
+    from .runtime.errors import (
+        BudgetTooSmall,
+        EngineClosed,
+        EngineDead,
+        GenerationFailed,
+        HubUnavailable,
+        InvalidRequest,
+        PromptTooLong,
+        TraceUnwritable,
+    )
+    from .runtime.plan import (
+        Plan,
+    )
 
 __version__: str
 
 __all__ = [
+    "BudgetTooSmall",
     "CheckpointError",
     "CheckpointNotFound",
     "Chunk",
     "CorruptCheckpoint",
     "Engine",
+    "EngineClosed",
+    "EngineDead",
+    "ExpertsNotStacked",
     "Generation",
+    "GenerationFailed",
+    "GenerationStats",
+    "HubUnavailable",
+    "InvalidRequest",
+    "LoopClosed",
+    "ModelError",
     "MoestreamError",
-    "PrefetchConfig",
+    "NotMoEModel",
+    "Plan",
+    "PromptTooLong",
     "ReadFailed",
     "Statistics",
     "TokenLogprob",
+    "TraceUnwritable",
+    "UnsupportedModel",
     "__version__",
 ]
 
 # Where each public name lives. The imports and `__all__` above say the same to type checkers,
 # which cannot read a table; tests/test_layout.py holds the three together.
 _MODULES = {
+    "BudgetTooSmall": ".runtime.errors",
     "CheckpointError": ".io.errors",
     "CheckpointNotFound": ".io.errors",
     "Chunk": ".runtime.api",
     "CorruptCheckpoint": ".io.errors",
     "Engine": ".runtime.engine",
+    "EngineClosed": ".runtime.errors",
+    "EngineDead": ".runtime.errors",
+    "ExpertsNotStacked": ".models.errors",
     "Generation": ".runtime.api",
+    "GenerationFailed": ".runtime.errors",
+    "GenerationStats": ".runtime.api",
+    "HubUnavailable": ".runtime.errors",
+    "InvalidRequest": ".runtime.errors",
+    "LoopClosed": ".io.errors",
+    "ModelError": ".models.errors",
     "MoestreamError": ".io.errors",
-    "PrefetchConfig": ".runtime.prefetch",
+    "NotMoEModel": ".models.errors",
+    "Plan": ".runtime.plan",
+    "PromptTooLong": ".runtime.errors",
     "ReadFailed": ".io.errors",
     "Statistics": ".runtime.api",
     "TokenLogprob": ".runtime.api",
+    "TraceUnwritable": ".runtime.errors",
+    "UnsupportedModel": ".models.errors",
 }
 
 
