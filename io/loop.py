@@ -79,6 +79,7 @@ class IoLoop:
         self._awake = False
         self._closed = False
         self._failure: BaseException | None = None
+        self._abandoned = False
         self._running: set[asyncio.Task[None]] = set()
         self._stack = ExitStack()
         self._portal: BlockingPortal
@@ -90,7 +91,7 @@ class IoLoop:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             self._executor = ThreadPoolExecutor(self._lanes, thread_name_prefix="moestream-lane")
-            stack.callback(self._executor.shutdown, wait=False, cancel_futures=True)
+            stack.callback(self._end_lanes)
             options = {"use_uvloop": _have_uvloop()}
             self._portal = stack.enter_context(start_blocking_portal("asyncio", options))
             self._loop = self._portal.call(_running_loop)
@@ -111,9 +112,18 @@ class IoLoop:
             self._closed = True
         self._portal.call(self._shut)
 
+    def _end_lanes(self) -> None:
+        # A lane to which the drive does not answer is left behind; idle ones end at once.
+        self._executor.shutdown(wait=not self._abandoned, cancel_futures=True)
+
     async def _shut(self) -> None:
-        self._take_messages()
-        self._drop_all(LoopClosed("the I/O loop has been closed"))
+        try:
+            self._take_messages()
+            self._drop_all(LoopClosed("the I/O loop has been closed"))
+        finally:
+            await self._end_reads()
+
+    async def _end_reads(self) -> None:
         if self._running:
             _, late = await asyncio.wait(set(self._running), timeout=self._grace)
             for task in late:
@@ -138,9 +148,10 @@ class IoLoop:
             if self._closed:
                 raise LoopClosed("the I/O loop takes no more reads") from self._failure
             self._inbox.append(ask)
-            wake, self._awake = not self._awake, True
-        if wake:
-            self._loop.call_soon_threadsafe(self._drain)
+            if not self._awake:
+                # Under the lock: else `_close` could end the event loop just before this line.
+                self._loop.call_soon_threadsafe(self._drain)
+                self._awake = True
 
     def start(self, task: Callable[[], Awaitable[Any]]) -> Future[Any]:
         """Run a coroutine function as a task on the loop (the trace writer, for one)."""
@@ -167,10 +178,11 @@ class IoLoop:
 
     def _dispatch(self) -> None:
         while len(self._running) < self._lanes:
-            entry = self._queue.pop()
+            entry = self._queue.peek()
             if entry is None:
                 return
-            slot = self._host.begin(entry.key)
+            slot = self._host.begin(entry.key)  # if it raises, `_die` finds the entry in the queue
+            self._queue.pop()
             if slot is None:
                 self._host.dropped([entry.key], None)
                 continue
@@ -184,6 +196,7 @@ class IoLoop:
         try:
             nbytes = await self._loop.run_in_executor(self._executor, self._host.read, key, slot)
         except asyncio.CancelledError:
+            self._abandoned = True
             error = LoopClosed("the I/O loop was closed while the drive did not answer")
         except BaseException as caught:
             error = caught

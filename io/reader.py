@@ -41,6 +41,7 @@ class RecordReader:
         )
         self._buffered: dict[Path, int] = {}
         self._direct: dict[Path, int] = {}
+        self._descriptors: list[int] = []
         try:
             for record in records:
                 for run in record.runs:
@@ -51,11 +52,14 @@ class RecordReader:
 
     def _open(self, run: Run, direct: bool) -> None:
         if run.path not in self._buffered:
-            self._buffered[run.path] = os.open(run.path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(run.path, os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptors.append(descriptor)
+            self._buffered[run.path] = descriptor
         if direct and run.direct and run.path not in self._direct:
-            descriptor = open_direct(run.path)
-            if descriptor is not None:
-                self._direct[run.path] = descriptor
+            past_cache = open_direct(run.path)
+            if past_cache is not None:
+                self._descriptors.append(past_cache)
+                self._direct[run.path] = past_cache
 
     @property
     def direct_files(self) -> frozenset[Path]:
@@ -120,9 +124,9 @@ class RecordReader:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                # The drive wants another alignment than we assume: buffered from here on.
+                # The drive wants another alignment than we assume: buffered from here on. Other
+                # lanes may be inside a read of this descriptor, so it stays open until `close`.
                 self._direct.pop(run.path, None)
-                os.close(descriptor)
                 done = 0
             if done == run.nbytes:
                 return
@@ -144,21 +148,26 @@ class RecordReader:
 
     def close(self) -> None:
         """Close all descriptors. Idempotent; no read may be running."""
-        for table in (self._buffered, self._direct):
-            while table:
-                os.close(table.popitem()[1])
+        self._buffered.clear()
+        self._direct.clear()
+        while self._descriptors:
+            os.close(self._descriptors.pop())
 
 
 def open_direct(path: Path) -> int | None:
     """Open a file for reads past the page cache; None where the file system refuses."""
+    direct = 0 if sys.platform == "darwin" else os.O_DIRECT
     try:
-        if sys.platform == "darwin":
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            fcntl.fcntl(descriptor, fcntl.F_NOCACHE, 1)
-            return descriptor
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | direct)
     except OSError:
         return None
+    if sys.platform == "darwin":
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_NOCACHE, 1)
+        except OSError:
+            os.close(descriptor)
+            return None
+    return descriptor
 
 
 def remaining(buffers: Sequence[memoryview], done: int) -> list[memoryview]:

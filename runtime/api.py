@@ -73,12 +73,14 @@ class Chunk:
         token: token id.
         logprob: when asked for.
         finish_reason: set on the last chunk only.
+        result: the whole generation with its stats; on the last chunk only.
     """
 
     text: str
     token: int
     logprob: TokenLogprob | None = None
     finish_reason: FinishReason | None = None
+    result: Generation | None = None
 
 
 @dataclass(frozen=True, slots=True)

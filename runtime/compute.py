@@ -6,6 +6,7 @@ exactly one of its ``run`` and ``abort`` is called, also when the thread dies.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from contextlib import AbstractContextManager
 from typing import Generic, Protocol, TypeVar
 
 from .errors import EngineClosed, EngineDead
+
+logger = logging.getLogger("moestream")
 
 Core = TypeVar("Core")
 CoreIn = TypeVar("CoreIn", contravariant=True)
@@ -47,13 +50,15 @@ class ComputeThread(Generic[Core]):
         self._thread = threading.Thread(target=self._main, name=name)
         self._wake = threading.Condition()  # guards the fields below
         self._jobs: deque[Job[Core]] = deque()
-        self._stopping = False
-        self._refusal: BaseException | None = None
+        self._stopping = False  # also once the thread is over
+        self._death: BaseException | None = None
         self.ready: Future[Core] = Future()
         self.finished: Future[None] = Future()
 
     def start(self) -> None:
         """Start the thread; ``ready`` tells how the start went, ``finished`` that it is over."""
+        for future in (self.ready, self.finished):  # so that nobody who waits can cancel them
+            future.set_running_or_notify_cancel()
         self._thread.start()
 
     def submit(self, job: Job[Core]) -> None:
@@ -64,8 +69,8 @@ class ComputeThread(Generic[Core]):
             EngineDead: the thread has died.
         """
         with self._wake:
-            if self._refusal is not None:
-                raise self._refusal
+            if self._stopping:
+                raise self._refusal()
             self._jobs.append(job)
             self._wake.notify()
 
@@ -78,7 +83,6 @@ class ComputeThread(Generic[Core]):
         """Refuse new jobs and end the thread behind the job that is running. Idempotent."""
         with self._wake:
             self._stopping = True
-            self._refusal = self._refusal or EngineClosed()
             self._wake.notify()
 
     def join(self) -> None:
@@ -97,16 +101,18 @@ class ComputeThread(Generic[Core]):
                     while (job := self._next()) is not None:
                         job.run(core)
                 except BaseException as error:
-                    # Waiters hear of it before the clean-up, which may take a while.
-                    self._refuse(EngineDead(error), error)
+                    self._death = error
                     raise
                 finally:
-                    self._refuse(EngineClosed(), None)
+                    # Waiters hear of it before the clean-up, which may take a while.
+                    self._refuse_all()
         except BaseException as error:
             failure = error
+        self._refuse_all()
         if failure is not None and not self.ready.done():
-            self._refuse(EngineClosed(), None)
             self.ready.set_exception(failure)
+        elif failure is not None and failure is not self._death:
+            logger.error("the engine did not close cleanly", exc_info=failure)
         self.finished.set_result(None)
 
     def _next(self) -> Job[Core] | None:
@@ -115,15 +121,21 @@ class ComputeThread(Generic[Core]):
                 self._wake.wait()
             return None if self._stopping else self._jobs.popleft()
 
-    def _refuse(self, refusal: MoestreamRefusal, cause: BaseException | None) -> None:
-        refusal.__cause__ = cause
+    def _refuse_all(self) -> None:
         with self._wake:
-            if cause is not None or self._refusal is None:
-                self._refusal = refusal
+            self._stopping = True
             left = list(self._jobs)
             self._jobs.clear()
         for job in left:
-            job.abort(refusal)
+            try:
+                job.abort(self._refusal())
+            except Exception:  # the other jobs have to hear of it all the same
+                logger.exception("a job could not be aborted")
 
-
-MoestreamRefusal = EngineClosed | EngineDead
+    def _refusal(self) -> EngineClosed | EngineDead:
+        # A new one for each caller: raising one object in several threads mixes their tracebacks.
+        if self._death is None:
+            return EngineClosed()
+        error = EngineDead(self._death)
+        error.__cause__ = self._death
+        return error

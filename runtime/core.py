@@ -150,6 +150,7 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
             vocabulary=blueprint.size.vocabulary,
             context=plan.context,
             chunk_tokens=plan.chunk_tokens,
+            resident=not streamed,
         )
         core = Core(plan, loaded, store, loop, tracer, trunk_bytes)
         core.sample_memory()

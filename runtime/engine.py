@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -107,13 +107,20 @@ class Engine:
 
     # -- generation ---------------------------------------------------------------------------
 
-    async def generate(self, prompt: Prompt, **sampling: Unpack[SamplingArguments]) -> Generation:
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        on_chunk: Callable[[Chunk], None] | None = None,
+        **sampling: Unpack[SamplingArguments],
+    ) -> Generation:
         """Generate text; see ``Sampling`` for the arguments. Temperature 0 (greedy) is the default.
 
         Cancelling the awaiting task stops the request within one layer.
 
         Args:
             prompt: a text, token ids, or chat messages (dicts with ``role`` and ``content``).
+            on_chunk: called on this loop with each token as it comes; raising ends the request.
             **sampling: ``max_tokens``, ``temperature``, ``top_p``, ``min_p``, ``top_k``, ``seed``,
                 ``repetition_penalty``, ``logit_bias``, ``stop``, ``ignore_eos``, ``logprobs``.
 
@@ -122,14 +129,15 @@ class Engine:
             ReadFailed: an expert could not be read; the next request may work.
             EngineClosed, EngineDead: the engine takes no requests.
         """
-        request = self._submit(prompt, sampling, chunks=False)
+        request = self._submit(prompt, sampling, chunks=on_chunk is not None)
         try:
-            result = await request.receive()
+            while isinstance(message := await request.receive(), Chunk):
+                assert on_chunk is not None
+                on_chunk(message)
         except BaseException:
             request.cancel()
             raise
-        assert isinstance(result, Generation)
-        return result
+        return message
 
     async def stream(
         self, prompt: Prompt, **sampling: Unpack[SamplingArguments]
@@ -163,9 +171,13 @@ class Engine:
         """Totals since the engine was opened. Cheap; from any thread."""
         return self._totals.record(self._core, waiting=self._thread.waiting)
 
-    def check_integrity(self) -> None:
-        """Raise IntegrityError unless the books of all slot pools balance."""
-        self._core.store.check_integrity()
+    def check_integrity(self, *, idle: bool = False) -> None:
+        """Raise IntegrityError unless the books of all slot pools balance.
+
+        Args:
+            idle: also demand that nothing is pinned or being read.
+        """
+        self._core.store.check_integrity(idle=idle)
 
     # -- end ----------------------------------------------------------------------------------
 
@@ -302,7 +314,7 @@ class _GenerationJob:
 def _outcome(error: Exception) -> Exception:
     """The error that the caller of a request gets to see."""
     if isinstance(error, LoopClosed):
-        outcome: Exception = EngineDead(error)
+        outcome: Exception = EngineDead(error.__cause__ or error)
     elif isinstance(error, MoestreamError):
         return error
     else:

@@ -1,8 +1,8 @@
 """The token loop of one request: prompt in large chunks, then one forward per token.
 
-A token is handed out before the next forward starts. mlx-lm's own loop starts the next forward
-first, which hides the sampling of a model that runs asynchronously but makes every token of a
-streamed model one forward late.
+A streamed model hands a token out before the next forward starts: a forward that waits for experts
+would make it one forward late. With everything resident the next forward is started first, as in
+mlx-lm's loop: it runs on the device while the token is handed out.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -37,6 +37,7 @@ class LoadedModel:
         vocabulary: number of logits.
         context: most tokens of prompt and answer together.
         chunk_tokens: longest prompt chunk.
+        resident: no layer is streamed.
     """
 
     model: Any
@@ -46,6 +47,7 @@ class LoadedModel:
     vocabulary: int
     context: int
     chunk_tokens: int
+    resident: bool
 
 
 class TokenLoop:
@@ -70,6 +72,7 @@ class TokenLoop:
         self._text = _Text(loaded.tokenizer, request.sampling)
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
+        self._chunk: Chunk | None = None
         self.counters = StepCounters()
         self.prompt_tokens = 0
 
@@ -100,16 +103,24 @@ class TokenLoop:
         finally:
             loaded.stream.end_forward()
             loaded.stream.step = Step()
-        return self._result(finish, started, first)
+        result = self._result(finish, started, first)
+        if self._request.chunks and self._chunk is not None and finish != "cancelled":
+            self._request.post(replace(self._chunk, result=result))
+        return result
 
     def _decode(self, prompt: list[int], most: int) -> tuple[FinishReason, float]:
-        sampling = self._sampling
-        choose = _Chooser(sampling, prompt)
+        """Generate until something ends it; returns what, and when the first token was there."""
+        sampler = _Sampler(self._sampling, prompt)
         begun = time.perf_counter()
-        logits = self._prefill(prompt)
+        drawn = sampler.draw(self._prefill(prompt))
         first = 0.0
         for count in range(1, most + 1):
-            chosen = choose(logits)
+            ahead: Drawn | None = None
+            if self._loaded.resident and count < most:
+                # No layer needs the host: the device goes on while this token is handed out.
+                ahead = sampler.draw(self._forward(drawn.token[None]))
+                mx.async_eval(*ahead.arrays())
+            chosen = drawn.resolve()
             self._loaded.stream.end_forward()
             now = time.perf_counter()
             first = first or now
@@ -118,7 +129,7 @@ class TokenLoop:
             if finish is not None:
                 return finish, first
             begun = time.perf_counter()
-            logits = self._forward([chosen.token])
+            drawn = ahead or sampler.draw(self._forward(mx.array([[chosen.token]], mx.uint32)))
         raise AssertionError("the last token always ends the loop")
 
     # -- model --------------------------------------------------------------------------------
@@ -137,17 +148,18 @@ class TokenLoop:
             self._check()
             size = min(limit, len(prompt) - done - 1)
             begun = time.perf_counter()
-            self._forward(prompt[done : done + size])
+            self._forward(mx.array([prompt[done : done + size]], mx.uint32))
             mx.eval([entry.state for entry in self._cache])
             loaded.stream.end_forward()
             self._tracer.prompt(self._request.number, size, begun, time.perf_counter())
             done += size
-        return self._forward(prompt[done:])
+        return self._forward(mx.array([prompt[done:]], mx.uint32))
 
-    def _forward(self, tokens: Sequence[int]) -> mx.array:
+    def _forward(self, tokens: mx.array) -> mx.array:
+        """Logits ``[1, vocabulary]`` behind tokens ``[1, count]``, unevaluated."""
         self._check()
         self._loaded.stream.begin_forward()
-        logits = self._loaded.model(mx.array([tokens], mx.uint32), cache=self._cache)
+        logits = self._loaded.model(tokens, cache=self._cache)
         last: mx.array = logits[:, -1, :]
         return last
 
@@ -169,9 +181,9 @@ class TokenLoop:
                 finish = "length"
         if finish is not None:
             self._text.finish()
-        if self._request.chunks:
-            chunk = Chunk(self._text.take(), chosen.token, chosen if asked else None, finish)
-            self._request.post(chunk)
+        self._chunk = Chunk(self._text.take(), chosen.token, chosen if asked else None, finish)
+        if self._request.chunks and finish is None:  # the last one waits for the result
+            self._request.post(self._chunk)
         return finish
 
     def _result(self, finish: FinishReason, started: float, first: float) -> Generation:
@@ -201,35 +213,60 @@ class TokenLoop:
         )
 
 
-class _Chooser:
-    """Samples a token: logits processors, log-probabilities, sampler, as in mlx-lm's loop."""
+@dataclass(slots=True)
+class Drawn:
+    """A sampled token that need not be evaluated yet.
+
+    Attributes:
+        token: its id, ``[1]``.
+        logprob: its log-probability, ``[]``, when asked for.
+        best: ids of the most likely tokens, best first.
+        values: their log-probabilities.
+    """
+
+    token: mx.array
+    logprob: mx.array | None = None
+    best: mx.array | None = None
+    values: mx.array | None = None
+
+    def arrays(self) -> list[mx.array]:
+        """All that has to be evaluated."""
+        parts = (self.token, self.logprob, self.best, self.values)
+        return [part for part in parts if part is not None]
+
+    def resolve(self) -> TokenLogprob:
+        """Wait for the token; its log-probability is 0 when it was not asked for."""
+        mx.eval(*self.arrays())
+        token: Any = self.token.item()
+        if self.logprob is None or self.best is None or self.values is None:
+            return TokenLogprob(token, 0.0)
+        best: Any = self.best.tolist()
+        values: Any = self.values.tolist()
+        own: Any = self.logprob.item()
+        return TokenLogprob(token, own, tuple(zip(best, values, strict=True)))
+
+
+class _Sampler:
+    """Logits processors, log-probabilities, sampler: in the order of mlx-lm's loop."""
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int]) -> None:
         self._sampler = sampling.sampler()
         self._processors = sampling.processors()
-        self._history = list(prompt)
+        self._history = mx.array(list(prompt)) if self._processors else mx.array([])
         self._alternatives = sampling.logprobs
 
-    def __call__(self, logits: mx.array) -> TokenLogprob:
-        """Choose from logits ``[1, vocabulary]``; evaluates everything that was pending."""
-        if self._processors:
-            history = mx.array(self._history)
-            for processor in self._processors:
-                logits = processor(history, logits)
+    def draw(self, logits: mx.array) -> Drawn:
+        """Sample from logits ``[1, vocabulary]``; evaluates nothing."""
+        for processor in self._processors:
+            logits = processor(self._history, logits)
         logprobs = logits - mx.logsumexp(logits, keepdims=True)
-        sampled: Any = self._sampler(logprobs)
+        token = self._sampler(logprobs)
+        if self._processors:
+            self._history = mx.concatenate([self._history, token.astype(self._history.dtype)])
         if self._alternatives is None:
-            token = int(sampled.item())
-            self._history.append(token)
-            return TokenLogprob(token, 0.0)
-        best: Any = mx.argsort(-logprobs, axis=-1)[0, : self._alternatives]
-        own: Any = logprobs[0, sampled[0]]
-        values: Any = logprobs[0, best]
-        mx.eval(sampled, best, own, values)
-        token = int(sampled.item())
-        self._history.append(token)
-        top = tuple(zip(best.tolist(), values.tolist(), strict=True))
-        return TokenLogprob(token, float(own.item()), top)
+            return Drawn(token)
+        best = mx.argsort(-logprobs, axis=-1)[0, : self._alternatives]
+        return Drawn(token, logprobs[0, token[0]], best, logprobs[0, best])
 
 
 class _Text:

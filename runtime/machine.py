@@ -10,6 +10,9 @@ AUTOMATIC_SHARE = 0.7
 """Share of the memory that is free now which ``memory=None`` takes (arbitrary: leaves the rest to
 the page cache and to other programs; more cache is not always faster)."""
 
+PROCESS_GROUPS = Path("/proc/self/cgroup")
+GROUPS = Path("/sys/fs/cgroup")
+
 
 def resident_bytes() -> int:
     """Memory that this process occupies now."""
@@ -19,7 +22,7 @@ def resident_bytes() -> int:
 def available_bytes() -> int:
     """Memory that this process could still take, control group limits included."""
     free = int(psutil.virtual_memory().available)
-    for limit, used in _group_limits():
+    for limit, used in _group_limits(PROCESS_GROUPS, GROUPS):
         free = min(free, max(limit - used, 0))
     return free
 
@@ -29,19 +32,19 @@ def automatic_budget() -> int:
     return resident_bytes() + int(available_bytes() * AUTOMATIC_SHARE)
 
 
-def _group_limits() -> list[tuple[int, int]]:
+def _group_limits(process_groups: Path, groups: Path) -> list[tuple[int, int]]:
     """(limit, use) in bytes of the control groups that this process is in, if they are limited."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = process_groups.read_text().splitlines()
     except OSError:
         return []
     limits = []
     for line in lines:
         number, controllers, path = line.split(":", 2)
         if number == "0":
-            root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current")
+            root, names = groups, ("memory.max", "memory.current")
         elif "memory" in controllers.split(","):
-            root = Path("/sys/fs/cgroup/memory")
+            root = groups / "memory"
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
         else:
             continue
@@ -50,7 +53,18 @@ def _group_limits() -> list[tuple[int, int]]:
             if not place.is_relative_to(root):
                 break
             try:
-                limits.append(tuple(int((place / name).read_text()) for name in names))
+                limit, used = (int((place / name).read_text()) for name in names)
             except (OSError, ValueError):  # no limit at this level reads as "max"
                 continue
-    return [(limit, used) for limit, used in limits]
+            limits.append((limit, max(used - _cached_bytes(place / "memory.stat"), 0)))
+    return limits
+
+
+def _cached_bytes(statistics: Path) -> int:
+    """Page cache that a group is charged with and gives up before it runs out of memory."""
+    try:
+        fields = dict(line.split() for line in statistics.read_text().splitlines())
+        total = "total_" if "total_inactive_file" in fields else ""  # v1: with the groups inside
+        return int(fields[f"{total}inactive_file"]) + int(fields[f"{total}active_file"])
+    except (OSError, ValueError, KeyError):
+        return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from .errors import BudgetTooSmall, InvalidRequest
 
@@ -12,6 +13,8 @@ CHUNK_TOKENS = 2048
 """Longest prompt chunk; a chunk touches nearly every expert, so longer ones read less in all."""
 
 LEAST_CHUNK_TOKENS = 64
+"""Shortest chunk that a budget is planned with; longer ones are multiples of it."""
+
 CACHE_BYTES = 64 << 20
 """What MLX may keep of freed buffers (arbitrary: enough for the buffers of one layer)."""
 
@@ -20,6 +23,9 @@ LOGITS_BYTES = 64 << 20
 
 SLACK = 0.02
 """Share of the budget left to allocator overhead (arbitrary)."""
+
+LARGEST_SIZE = 1 << 60
+"""No machine has more memory than this; a size beyond it is a typing error."""
 
 _UNITS = {
     "": 1,
@@ -131,12 +137,12 @@ def parse_size(value: int | str) -> int:
     if isinstance(value, int):
         size = value
     else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*", value)
         if match is None or match[2].upper() not in _UNITS:
             raise InvalidRequest(f"memory={value!r} is not a size; give bytes or a text like '8GB'")
-        size = int(float(match[1]) * _UNITS[match[2].upper()])
-    if size <= 0:
-        raise InvalidRequest(f"memory={value!r} must be positive")
+        size = int(Fraction(match[1]) * _UNITS[match[2].upper()])
+    if not 0 < size <= LARGEST_SIZE:
+        raise InvalidRequest(f"memory={value!r} must be positive and at most 2**60 bytes")
     return size
 
 
@@ -177,10 +183,9 @@ def make_plan(
         assert budget is not None
         if budget < minimum:
             raise BudgetTooSmall(budget, minimum, _parts(model, process_bytes, kv_bytes, floor))
-        usable = int(budget * (1 - SLACK))
-        chunk = _chunk(model, context, spare=usable - fixed - floor)
-        spare = usable - fixed - _scratch(model, chunk, context)
-        chosen = share_slots(model.layers, spare)
+        usable = int(budget * (1 - SLACK)) - fixed
+        chunk, reserved = _chunk(model, context, spare=usable - floor)
+        chosen = share_slots(model.layers, usable - reserved)
     return Plan(
         budget=budget,
         process_bytes=process_bytes,
@@ -197,27 +202,23 @@ def make_plan(
 
 
 def share_slots(layers: Sequence[LayerSize], spare: int) -> list[int]:
-    """Slots per layer that ``spare`` bytes hold: equal shares of the experts, top_k at least."""
-    everything = sum(layer.experts * layer.slot_bytes for layer in layers)
-    share = spare / everything
-    chosen = [
-        max(min(layer.top_k, layer.experts), min(layer.experts, int(layer.experts * share)))
-        for layer in layers
-    ]
-    # Layers whose share is below top_k take more than it; the others pay, the largest pool first.
-    used = sum(n * layer.slot_bytes for n, layer in zip(chosen, layers, strict=True))
-    while used > spare:
-        candidates = [i for i, layer in enumerate(layers) if chosen[i] > layer.top_k]
-        if not candidates:
+    """Slots per layer that ``spare`` bytes hold: equal shares of the experts, at least top_k each.
+
+    Slots are handed out one by one in an order that does not depend on ``spare``: more bytes never
+    give any layer fewer slots.
+    """
+    chosen = [min(layer.top_k, layer.experts) for layer in layers]
+    spare -= sum(n * layer.slot_bytes for n, layer in zip(chosen, layers, strict=True))
+    steps = (
+        (count / layer.experts, index)
+        for index, layer in enumerate(layers)
+        for count in range(chosen[index] + 1, layer.experts + 1)
+    )
+    for _, index in sorted(steps):
+        spare -= layers[index].slot_bytes
+        if spare < 0:
             break
-        most = max(candidates, key=lambda i: chosen[i] * layers[i].slot_bytes)
-        chosen[most] -= 1
-        used -= layers[most].slot_bytes
-    # What rounding left over goes to the layers in turn.
-    for index, layer in enumerate(layers):
-        if chosen[index] < layer.experts and used + layer.slot_bytes <= spare:
-            chosen[index] += 1
-            used += layer.slot_bytes
+        chosen[index] += 1
     return chosen
 
 
@@ -227,12 +228,19 @@ def _scratch(model: ModelSize, chunk: int, context: int) -> int:
     return activations + 2 * min(chunk * row, max(LOGITS_BYTES, row))
 
 
-def _chunk(model: ModelSize, context: int, *, spare: int) -> int:
-    """Longest prompt chunk whose scratch takes no more than a quarter of what slots could have."""
-    chunk = min(CHUNK_TOKENS, context)
-    while chunk > LEAST_CHUNK_TOKENS and _scratch(model, chunk, context) > spare // 4:
-        chunk = max(chunk // 2, LEAST_CHUNK_TOKENS)
-    return chunk
+def _chunk(model: ModelSize, context: int, *, spare: int) -> tuple[int, int]:
+    """Tokens of a prompt chunk, and the bytes set aside for its scratch.
+
+    A quarter of what slots could have is set aside, or less if the longest chunk takes less. It
+    stays set aside where the chunk takes a little less: more memory never gives fewer slots.
+    """
+    step = LEAST_CHUNK_TOKENS
+    least, most = min(step, context), min(CHUNK_TOKENS, context)
+    reserved = min(_scratch(model, most, context), spare // 4)
+    for chunk in (most, *range(most // step * step, 0, -step)):
+        if _scratch(model, chunk, context) <= reserved:
+            return chunk, reserved
+    return least, _scratch(model, least, context)
 
 
 def _parts(model: ModelSize, process_bytes: int, kv_bytes: int, floor: int) -> str:

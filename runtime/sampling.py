@@ -120,7 +120,7 @@ class StopText:
 
 def check_prompt(prompt: Prompt) -> None:
     """Raise InvalidRequest when a prompt is empty or of no known kind."""
-    if not isinstance(prompt, str) and not isinstance(prompt, Sequence):
+    if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(prompt, Sequence):
         raise InvalidRequest("the prompt must be a text, a list of token ids or of chat messages")
     if not len(prompt):
         raise InvalidRequest("the prompt is empty")

@@ -118,12 +118,14 @@ class ExpertStore:
 
     def demand(
         self, group: int, experts: Sequence[int], *, owner: Hashable, position: int
-    ) -> Demanded:
+    ) -> Demanded | None:
         """Pin the experts of one layer call and start the reads of those that are missing.
+
+        Returns None, and does nothing, when they are more than ``room(group)``.
 
         Args:
             group: the layer.
-            experts: distinct experts, at most ``room(group)``.
+            experts: distinct experts.
             owner: the request.
             position: absolute index of this layer call.
 
@@ -133,6 +135,8 @@ class ExpertStore:
         books = self.groups[group]
         counters = self.counters
         with self._lock:
+            if len(experts) > books.residency.room():
+                return None
             got = books.residency.acquire(experts)
             counters.hits += len(experts) - len(got.reads) - len(got.joins)
             if not got.reads and not got.joins:
@@ -148,7 +152,7 @@ class ExpertStore:
             keys = tuple((group, expert) for expert in got.reads)
             try:
                 self._loop.submit(Ask(owner, position, keys))
-            except LoopClosed as error:
+            except BaseException as error:
                 self.dropped(keys, error)
                 self.release(group, got.slots)
                 raise
@@ -183,29 +187,35 @@ class ExpertStore:
     def finish(self, key: Key, slot: int, nbytes: int, error: BaseException | None) -> None:
         """Publish the expert, or make it absent again; then wake whoever waits."""
         group, expert = key
-        with self._lock:
-            self.counters.reads += 1
-            self.counters.bytes_read += nbytes
-            residency = self.groups[group].residency
-            if error is None:
-                residency.published(expert)
-            else:
-                self.counters.read_errors += 1
-                residency.failed(expert)
-            flight = self._flights.pop(key)
-        _complete(flight, error)
+        flights: list[Future[None]] = []
+        try:
+            with self._lock:
+                flights.append(self._flights.pop(key))
+                self.counters.reads += 1
+                self.counters.bytes_read += nbytes
+                residency = self.groups[group].residency
+                if error is None:
+                    residency.published(expert)
+                else:
+                    self.counters.read_errors += 1
+                    residency.failed(expert)
+        except BaseException as bug:  # kills the loop; whoever waits must not wait for ever
+            error = bug
+            raise
+        finally:
+            _complete(flights, error)
 
     def dropped(self, keys: Sequence[Key], reason: BaseException | None) -> None:
         """Reads that never started: their waiters get the reason."""
-        error = reason or LoopClosed("the read was given up before it started")
-        flights = []
-        with self._lock:
-            for group, expert in keys:
-                self.counters.dropped += 1
-                self.groups[group].residency.failed(expert)
-                flights.append(self._flights.pop((group, expert)))
-        for flight in flights:
-            _complete(flight, error)
+        flights: list[Future[None]] = []
+        try:
+            with self._lock:
+                flights += [self._flights.pop(key) for key in keys]
+                self.counters.dropped += len(keys)
+                for group, expert in keys:
+                    self.groups[group].residency.failed(expert)
+        finally:
+            _complete(flights, reason or LoopClosed("the read was given up before it started"))
 
     # -- any thread ---------------------------------------------------------------------------
 
@@ -216,8 +226,9 @@ class ExpertStore:
                 books.residency.check_integrity(idle=idle)
 
 
-def _complete(flight: Future[None], error: BaseException | None) -> None:
-    if error is None:
-        flight.set_result(None)
-    else:
-        flight.set_exception(error)
+def _complete(flights: Sequence[Future[None]], error: BaseException | None) -> None:
+    for flight in flights:
+        if error is None:
+            flight.set_result(None)
+        else:
+            flight.set_exception(error)

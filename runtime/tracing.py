@@ -113,7 +113,7 @@ class Tracer:
             yield ",\n".join(_chrome(self._events.popleft()) for _ in range(count))
 
     def _metadata(self) -> Iterator[str]:
-        for thread, name in self._names.items():
+        for thread, name in list(self._names.items()):  # other threads may still add theirs
             event = {"ph": "M", "name": "thread_name", "pid": 1, "tid": thread}
             yield json.dumps({**event, "args": {"name": name}})
         yield json.dumps(

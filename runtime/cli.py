@@ -1,0 +1,295 @@
+"""The command `moestream`: parses and prints. What takes MLX is imported by the commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from . import cli_options as options
+from .terminal import note, show_error
+
+if TYPE_CHECKING:
+    from .engine import SamplingArguments
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+
+class _Commands(TyperGroup):
+    """Turns errors of the commands into a line on standard error and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            if sys.stderr.isatty():
+                typer.echo(err=True)  # the shell's prompt gets a line of its own
+            raise typer.Exit(INTERRUPTED) from None
+        except Exception as error:
+            # Errors of usage and exits carry their code and are typer's to handle, as is a reader
+            # of our output that has gone.
+            if hasattr(error, "exit_code") or isinstance(error, BrokenPipeError | typer.Abort):
+                raise
+            show_error(error, debug=ctx.meta.get(options.DEBUG, False))
+            raise typer.Exit(1) from error
+
+
+app = typer.Typer(
+    name="moestream",
+    cls=_Commands,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        from importlib.metadata import version
+
+        typer.echo(f"moestream {version('moestream')}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+    debug: options.Debug = False,
+) -> None:
+    """Run Mixture-of-Experts models larger than memory, streaming their experts from the SSD."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command()
+def run(
+    model: options.Model,
+    prompt: Annotated[
+        str,
+        typer.Option(
+            "-p", "--prompt", metavar="TEXT", help="The prompt; '-' reads standard input."
+        ),
+    ],
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Send the prompt as a message of a chat.")
+    ] = False,
+    system: options.System = None,
+    json_output: options.Json = False,
+    no_stats: options.NoStats = False,
+    max_tokens: options.MaxTokens = 256,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 0.0,
+    min_p: options.MinP = 0.0,
+    top_k: options.TopK = 0,
+    seed: options.Seed = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    stop: options.Stop = None,
+    ignore_eos: options.IgnoreEos = False,
+    memory: options.Memory = None,
+    slots: options.Slots = None,
+    context: options.Context = None,
+    dtype: options.Dtype = None,
+    no_direct: options.NoDirect = False,
+    lanes: options.Lanes = None,
+    prefetch: options.Prefetch = None,
+    trace: options.Trace = None,
+    debug: options.Debug = False,
+) -> None:
+    """Generate text behind a prompt."""
+    from .session import EngineOptions, messages, read_prompt, run_prompt, stats_line
+
+    if system is not None and not chat:
+        raise typer.BadParameter("--system is a message of a chat: give --chat too")
+    sampling: SamplingArguments = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "min_p": min_p,
+        "top_k": top_k,
+        "seed": seed,
+        "repetition_penalty": repetition_penalty,
+        "stop": stop or [],
+        "ignore_eos": ignore_eos,
+    }
+    opened = EngineOptions(
+        model, memory, slots, context, dtype, not no_direct, lanes, prefetch, trace
+    )
+    text = read_prompt(prompt)
+    request = messages(text, system) if chat else text
+    result = run_prompt(opened, request, sampling, quiet=json_output)
+    if json_output:
+        _print_json(
+            {
+                "text": result.text,
+                "tokens": result.tokens,
+                "finish_reason": result.finish_reason,
+                "prompt_tokens": result.prompt_tokens,
+                "stats": {**asdict(result.stats), "hit_rate": result.stats.hit_rate},
+            }
+        )
+    elif not no_stats:
+        note(stats_line(result))
+
+
+@app.command()
+def chat(
+    model: options.Model,
+    system: options.System = None,
+    no_stats: options.NoStats = False,
+    max_tokens: options.MaxTokens = 1024,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 0.0,
+    min_p: options.MinP = 0.0,
+    top_k: options.TopK = 0,
+    seed: options.Seed = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    stop: options.Stop = None,
+    ignore_eos: options.IgnoreEos = False,
+    memory: options.Memory = None,
+    slots: options.Slots = None,
+    context: options.Context = None,
+    dtype: options.Dtype = None,
+    no_direct: options.NoDirect = False,
+    lanes: options.Lanes = None,
+    prefetch: options.Prefetch = None,
+    trace: options.Trace = None,
+    debug: options.Debug = False,
+) -> None:
+    """Talk with a model, line by line."""
+    from .session import EngineOptions
+    from .session import chat as talk
+
+    sampling: SamplingArguments = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "min_p": min_p,
+        "top_k": top_k,
+        "seed": seed,
+        "repetition_penalty": repetition_penalty,
+        "stop": stop or [],
+        "ignore_eos": ignore_eos,
+    }
+    opened = EngineOptions(
+        model, memory, slots, context, dtype, not no_direct, lanes, prefetch, trace
+    )
+    talk(opened, sampling, system=system, stats=not no_stats)
+
+
+@app.command()
+def plan(
+    model: options.Model,
+    memory: options.Memory = None,
+    slots: options.Slots = None,
+    context: options.Context = None,
+    json_output: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Show how memory would be divided, from the headers of a model."""
+    from .inspection import inspect_plan
+
+    report = inspect_plan(model, memory=memory, slots=slots, context=context)
+    if json_output:
+        _print_json(report.to_json())
+    else:
+        from .cli_output import print_plan
+
+        print_plan(report)
+
+
+@app.command()
+def doctor(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            help="Directory, file or model on the drive to measure.", show_default=False
+        ),
+    ] = Path(),
+    file_size: options.FileSize = None,
+    read_sizes: options.ReadSizes = None,
+    depths: options.Depths = None,
+    seconds: options.Seconds = None,
+    json_output: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Measure a drive and show what the machine has."""
+    from .cli_output import print_drive, print_machine
+    from .inspection import machine_facts, measure_drive
+
+    given = {
+        "file_bytes": file_size,
+        "sizes": read_sizes,
+        "depths": depths,
+        "seconds_per_cell": seconds,
+    }
+    facts = machine_facts()
+    if not json_output:
+        print_machine(facts)
+    try:
+        report = measure_drive(path, **{name: value for name, value in given.items() if value})
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if json_output:
+        _print_json({"machine": facts, "drive": report.to_json()})
+    else:
+        print_drive(report)
+
+
+@app.command()
+def demo(
+    prompt: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="What to ask, instead of for a story.")
+    ] = None,
+    slots: options.Slots = None,
+    max_tokens: options.MaxTokens = 160,
+    json_output: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Run the small model that comes with moestream, streamed and with everything resident."""
+    from .cli_output import print_comparison
+    from .demo import DEMO_PROMPT, compare
+    from .session import show
+
+    question = DEMO_PROMPT if prompt is None else prompt
+    if json_output:
+        _print_json(compare(question, slots=slots, max_tokens=max_tokens).to_json())
+        return
+    typer.echo(f"> {question}\n")
+    comparison = compare(question, slots=slots, max_tokens=max_tokens, on_chunk=show)
+    typer.echo("\n")
+    print_comparison(comparison)
+    if comparison.first_difference is None:
+        typer.echo("\nBoth runs gave the same tokens.")
+    else:
+        typer.echo(f"\nThe runs differ from token {comparison.first_difference} on.")
+    typer.echo("Next: moestream plan path/to/model --memory 8GB")
+    typer.echo("      moestream run path/to/model --memory 8GB -p 'Once upon a time'")
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    typer.echo(json.dumps(value, ensure_ascii=False, indent=2))
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        # Text that the terminal's encoding lacks is no reason to stop.
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    app()

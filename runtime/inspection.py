@@ -1,0 +1,205 @@
+"""`moestream plan` and `moestream doctor`: what a model would need, and what the machine has."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata, util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .terminal import progress_bar
+
+if TYPE_CHECKING:
+    from ..io.drive import DriveReport
+    from .plan import LayerSize, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """MoE layers with the same numbers."""
+
+    layers: tuple[int, ...]
+    experts: int
+    top_k: int
+    record_bytes: int
+    slot_bytes: int
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    """A memory plan and what to compare it with.
+
+    Attributes:
+        model: directory of the checkpoint.
+        model_type: mlx-lm's name of the architecture.
+        automatic: whether the budget was chosen from what is free.
+        plan: how the budget is divided.
+        groups: the MoE layers.
+        expert_bytes: all experts on disk.
+        resident_share: of the experts' memory, what the slots hold.
+        everything_resident: the budget that holds every expert.
+    """
+
+    model: str
+    model_type: str
+    automatic: bool
+    plan: Plan
+    groups: tuple[LayerGroup, ...]
+    expert_bytes: int
+    resident_share: float
+    everything_resident: int
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """What the memory goes to; sums to the plan's total."""
+        plan = self.plan
+        return {
+            "process": plan.process_bytes,
+            "trunk": plan.trunk_bytes,
+            "kv": plan.kv_bytes,
+            "scratch": plan.scratch_bytes,
+            "cache": plan.cache_bytes,
+            "slots": plan.slot_bytes,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, ready for ``json.dumps``."""
+        return {
+            "model": self.model,
+            "model_type": self.model_type,
+            "budget": self.plan.budget,
+            "automatic": self.automatic,
+            "minimum": self.plan.minimum,
+            "everything_resident": self.everything_resident,
+            "context": self.plan.context,
+            "chunk_tokens": self.plan.chunk_tokens,
+            "parts": self.parts,
+            "total": self.plan.total_bytes,
+            "expert_bytes": self.expert_bytes,
+            "resident_share": self.resident_share,
+            "layers": [asdict(group) for group in self.groups],
+        }
+
+
+def inspect_plan(
+    model: str, *, memory: str | None, slots: int | None, context: int | None
+) -> PlanReport:
+    """Plan a model from its headers, on the calling thread.
+
+    Raises:
+        BudgetTooSmall: says the smallest budget that would do.
+        MoestreamError: the model cannot be streamed.
+    """
+    from .assembly import draw_blueprint, make_record
+    from .core import Settings, _tokenizer, plan_model
+    from .hub import resolve_model
+    from .streams import leased_streams
+
+    settings = Settings(model=model, memory=memory, slots=slots, context=context)
+    with leased_streams():
+        blueprint = draw_blueprint(resolve_model(model))
+        directory, config = blueprint.checkpoint.directory, blueprint.lazy.config
+        # Held while the memory of the process is measured, as in an engine.
+        tokenizer = _tokenizer(directory, config)
+        plan = plan_model(blueprint, settings)
+        del tokenizer
+        for use, count in zip(blueprint.uses, plan.slots, strict=True):
+            if count < use.site.experts:
+                make_record(blueprint, use.site)  # refuses what an engine would refuse
+        layers = blueprint.size.layers
+        everything = sum(layer.experts * layer.slot_bytes for layer in layers)
+        return PlanReport(
+            model=str(directory),
+            model_type=str(config.get("model_type")),
+            automatic=memory is None and slots is None,
+            plan=plan,
+            groups=_groups(layers, plan.slots),
+            expert_bytes=sum(layer.experts * layer.record_bytes for layer in layers),
+            resident_share=plan.slot_bytes / everything,
+            everything_resident=_everything_resident(blueprint.size, plan),
+        )
+
+
+def _groups(layers: Sequence[LayerSize], slots: Sequence[int]) -> tuple[LayerGroup, ...]:
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for layer, count in zip(layers, slots, strict=True):
+        key = (layer.experts, layer.top_k, layer.record_bytes, layer.slot_bytes, count)
+        groups.setdefault(key, []).append(layer.layer)
+    return tuple(LayerGroup(tuple(numbers), *key) for key, numbers in groups.items())
+
+
+def _everything_resident(model: Any, plan: Plan) -> int:
+    from .plan import SLACK, make_plan
+
+    whole = make_plan(
+        model,
+        budget=None,
+        process_bytes=plan.process_bytes,
+        context=plan.context,
+        slots=max(layer.experts for layer in model.layers),
+    )
+    return int(whole.total_bytes / (1 - SLACK)) + 1
+
+
+# -- doctor -------------------------------------------------------------------------------------
+
+
+def machine_facts() -> dict[str, Any]:
+    """What matters for speed and memory; never fails for a missing MLX, but says so."""
+    import psutil
+
+    from .machine import automatic_budget, available_bytes
+
+    return {
+        "moestream": metadata.version("moestream"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "mlx": _version("mlx"),
+        "mlx_lm": _version("mlx-lm"),
+        "device": _device(),
+        "cores": psutil.cpu_count() or 1,
+        "memory_bytes": int(psutil.virtual_memory().total),
+        "available_bytes": available_bytes(),
+        "automatic_budget_bytes": automatic_budget(),
+        "uvloop": _version("uvloop") if util.find_spec("uvloop") else "no, asyncio's own loop",
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _device() -> str:
+    try:
+        import mlx.core as mx
+
+        device = mx.default_device()
+        name = mx.device_info(device).get("device_name")
+    except (ImportError, RuntimeError) as error:
+        return f"MLX does not start: {error}"
+    kind = "gpu" if device == mx.gpu else "cpu"
+    return f"{kind} ({name})" if name else kind
+
+
+def measure_drive(path: Path, **options: Any) -> DriveReport:
+    """Measure the drive at a path under a progress bar; a model's directory by its largest file."""
+    from ..io.drive import DriveError, measure
+
+    if not path.exists():
+        raise DriveError(f"{path} does not exist; give a directory or a file")
+    with progress_bar("measuring the drive") as progress:
+        return measure(measured_path(path), progress=progress, **options)
+
+
+def measured_path(path: Path) -> Path:
+    """The largest weight file of a model's directory; any other path itself."""
+    if not path.is_dir() or not (path / "config.json").is_file():
+        return path
+    files = [file for file in path.iterdir() if file.is_file()]
+    return max(files, key=lambda file: file.stat().st_size)

@@ -1,0 +1,219 @@
+"""`moestream run` and `moestream chat`: an engine, a prompt, and text that appears as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..io.errors import ReadFailed
+from .terminal import note, progress_bar, show_error
+
+if TYPE_CHECKING:
+    from .api import Chunk, Generation
+    from .engine import Engine, SamplingArguments
+    from .sampling import Message, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What to open and how; see ``Engine.open``."""
+
+    model: str
+    memory: str | None = None
+    slots: int | None = None
+    context: int | None = None
+    dtype: str | None = None
+    direct: bool = True
+    lanes: int | None = None
+    prefetch: str | None = None
+    trace: str | None = None
+
+
+async def open_engine(options: EngineOptions) -> Engine:
+    """Open the engine under a progress bar."""
+    from .engine import Engine
+
+    arguments: dict[str, Any] = asdict(options)
+    if options.lanes is None:  # the engine knows its default
+        del arguments["lanes"]
+    with progress_bar("loading", sizes=True) as progress:
+        return await Engine.open(**arguments, progress=progress)
+
+
+def check_request(prompt: Prompt, sampling: SamplingArguments) -> None:
+    """Refuse a request before a large model has been loaded for it."""
+    from .sampling import Sampling, check_prompt
+
+    check_prompt(prompt)
+    Sampling(**sampling)
+
+
+def run_prompt(
+    options: EngineOptions, prompt: Prompt, sampling: SamplingArguments, *, quiet: bool
+) -> Generation:
+    """Generate one answer; unless quiet, it is written to standard output as it comes."""
+    check_request(prompt, sampling)
+
+    async def generate() -> Generation:
+        async with await open_engine(options) as engine:
+            return await engine.generate(prompt, on_chunk=None if quiet else show, **sampling)
+
+    result = asyncio.run(generate())
+    if not quiet:
+        print()
+    return result
+
+
+def show(chunk: Chunk) -> None:
+    """Write a chunk's text to standard output at once."""
+    print(chunk.text, end="", flush=True)
+
+
+def read_prompt(text: str) -> str:
+    """The text of a prompt; "-" stands for standard input."""
+    return sys.stdin.read() if text == "-" else text
+
+
+def messages(text: str, system: str | None) -> list[Message]:
+    """A chat's beginning."""
+    head = [{"role": "system", "content": system}] if system is not None else []
+    return [*head, {"role": "user", "content": text}]
+
+
+def stats_line(result: Generation) -> str:
+    """What an answer cost, in a line."""
+    from .cli_output import percent, size
+
+    stats = result.stats
+    seconds = stats.time_to_first_token + _decode_seconds(result)
+    parts = [
+        f"{result.prompt_tokens} prompt tokens",
+        f"first token after {stats.time_to_first_token:.2f} s",
+        f"{len(result.tokens)} tokens at {stats.decode_tokens_per_second:.1f}/s",
+        f"hits {percent(stats.hit_rate)}",
+        f"{size(stats.bytes_read)} read",
+        f"stalled {percent(stats.stall_seconds / seconds if seconds else 0.0)}",
+    ]
+    return "; ".join(parts)
+
+
+def _decode_seconds(result: Generation) -> float:
+    rate = result.stats.decode_tokens_per_second
+    return (len(result.tokens) - 1) / rate if rate else 0.0
+
+
+# -- chat ---------------------------------------------------------------------------------------
+
+
+def chat(
+    options: EngineOptions, sampling: SamplingArguments, *, system: str | None, stats: bool
+) -> None:
+    """Answer lines from standard input until it ends.
+
+    Lines are read outside of the event loop, where Ctrl-C is a KeyboardInterrupt at once; inside of
+    it, it cancels the answer.
+    """
+    check_request("x", sampling)
+    with asyncio.Runner() as runner:
+        engine = runner.run(open_engine(options))
+        try:
+            _Chat(runner, engine, sampling, system, stats).loop()
+        finally:
+            runner.run(engine.aclose())
+
+
+class _Chat:
+    """A conversation with its history."""
+
+    def __init__(
+        self,
+        runner: asyncio.Runner,
+        engine: Engine,
+        sampling: SamplingArguments,
+        system: str | None,
+        stats: bool,
+    ) -> None:
+        self._runner = runner
+        self._engine = engine
+        self._sampling = sampling
+        self._system = system
+        self._stats = stats
+        self._history: list[Message] = []
+
+    def loop(self) -> None:
+        """Read and answer until /quit or the end of the input."""
+        note("/reset starts a new conversation, /quit ends; Ctrl-C stops an answer")
+        while (line := _read_line()) is not None:
+            command = line.strip()
+            if command == "/quit":
+                return
+            if command == "/reset":
+                self._history.clear()
+                note("a new conversation")
+            elif command.startswith("/"):
+                note(f"there is no command {command.split()[0]}; there are /reset and /quit")
+            elif command:
+                self._turn(line)
+
+    def _turn(self, line: str) -> None:
+        from .errors import PromptTooLong
+
+        history = [*self._history, *messages(line, None if self._history else self._system)]
+        pieces: list[str] = []
+        result: Generation | None = None
+
+        def on_chunk(chunk: Chunk) -> None:
+            pieces.append(chunk.text)
+            show(chunk)
+
+        try:
+            result = self._runner.run(
+                self._engine.generate(history, on_chunk=on_chunk, **self._sampling)
+            )
+        except KeyboardInterrupt:
+            pass
+        except PromptTooLong as error:
+            if not self._history:
+                raise
+            note(
+                f"the conversation has {error.tokens} tokens, and the context holds "
+                f"{error.context}: /reset starts a new one"
+            )
+            return
+        except ReadFailed as error:  # the next request may work
+            if pieces:
+                print(flush=True)
+            show_error(error, debug=False)
+            return
+        print(flush=True)
+        # What there is of a stopped answer is part of the conversation.
+        if answer := "".join(pieces):
+            self._history = [*history, {"role": "assistant", "content": answer}]
+        self._report(result)
+
+    def _report(self, result: Generation | None) -> None:
+        if result is None:
+            note("(stopped)")
+            return
+        if self._stats:
+            note(stats_line(result))
+        if result.prompt_tokens + len(result.tokens) >= self._engine.plan.context:
+            note("(the context is full: /reset starts a new conversation)")
+
+
+def _read_line() -> str | None:
+    """The next line, None at the end of the input."""
+    if not sys.stdin.isatty():
+        line = sys.stdin.readline()
+        return line.rstrip("\n") if line else None
+    try:
+        import readline  # noqa: F401  # gives input() its editing keys
+    except ImportError:
+        pass
+    try:
+        return input("> ")
+    except EOFError:
+        print()
+        return None

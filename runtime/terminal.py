@@ -1,0 +1,81 @@
+"""What goes to standard error beside the results: progress bars, notes, errors.
+
+Consoles are made when they are needed, since tests and callers swap ``sys.stderr``.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import IO
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+from ..io.errors import MoestreamError
+
+Report = Callable[[int, int], None]
+"""Called with (done, in all); from any thread."""
+
+
+def error_console() -> Console:
+    """Standard error, with colours only on a terminal."""
+    return _console(sys.stderr)
+
+
+def output_console() -> Console:
+    """Standard output, with colours only on a terminal."""
+    return _console(sys.stdout)
+
+
+def _console(stream: IO[str]) -> Console:
+    return Console(file=stream, highlight=False, soft_wrap=True)
+
+
+def note(text: str) -> None:
+    """A line for the person who watches, without any markup."""
+    error_console().print(Text(text, style="dim"))
+
+
+@contextmanager
+def progress_bar(title: str, *, sizes: bool = False) -> Iterator[Report | None]:
+    """A bar that vanishes at the end; None when nobody watches.
+
+    Args:
+        title: what is going on.
+        sizes: whether bytes are counted.
+    """
+    if not sys.stderr.isatty():
+        yield None
+        return
+    amount = DownloadColumn() if sizes else TaskProgressColumn()
+    columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn())
+    with Progress(*columns, console=error_console(), transient=True) as bar:
+        task = bar.add_task(title, total=None)
+
+        def report(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        yield report
+
+
+def show_error(error: Exception, *, debug: bool) -> None:
+    """One or two lines on standard error; below its traceback where that is asked for."""
+    if debug:
+        traceback.print_exception(error, file=sys.stderr)
+    expected = isinstance(error, MoestreamError)
+    text = str(error) if expected else f"{type(error).__name__}: {error}"
+    line = " ".join(text.split())
+    error_console().print(Text.assemble(("error:", "bold red"), " ", line))
+    if not expected and not debug:
+        note("this should not happen; `moestream --debug ...` shows where it did")

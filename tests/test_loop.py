@@ -1,0 +1,505 @@
+"""The I/O loop: order, lanes, its contract across threads, its end, and its death."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import uvloop
+
+from moestream.io import loop as loop_module
+from moestream.io.errors import LoopClosed
+from moestream.io.loop import Ask, IoLoop, Key
+
+from .fakes import TIMEOUT, FakeHost, Gate, join_lanes, no_threads_left
+
+
+@pytest.fixture(autouse=True, params=["uvloop", "asyncio"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test runs on both event loops."""
+    name: str = request.param
+    monkeypatch.setattr(loop_module, "_have_uvloop", lambda: name == "uvloop")
+    return name
+
+
+@pytest.fixture(autouse=True)
+def threads_end() -> Iterator[None]:
+    with no_threads_left():
+        yield
+
+
+def ask(*keys: Key, owner: int = 1, position: int = 0) -> Ask:
+    return Ask(owner, position, keys)
+
+
+def layer(group: int, experts: int) -> list[Key]:
+    return [(group, expert) for expert in range(experts)]
+
+
+class Stuck:
+    """A host whose lanes are all held up by reads of the given keys."""
+
+    def __init__(self, *keys: Key) -> None:
+        self.host = FakeHost()
+        self.gate = Gate()
+        self.keys = keys
+        self.host.on_read = self._read
+
+    def _read(self, key: Key) -> None:
+        if key in self.keys:
+            self.gate()
+
+
+FIRST: Key = (99, 0)
+
+
+# -- reads ------------------------------------------------------------------------------------
+
+
+def test_every_read_is_reported_once() -> None:
+    host = FakeHost()
+    with IoLoop(host, lanes=3) as loop:
+        loop.submit(ask(*layer(0, 5)))
+        loop.submit(ask(*layer(1, 5), position=1))
+        host.wait_ended(10)
+    for key in layer(0, 5) + layer(1, 5):
+        outcome = host.outcome(key)
+        assert (outcome.kind, outcome.slot, outcome.nbytes) == ("finish", key[1], 10)
+        assert outcome.error is None
+    assert host.peak <= 3
+
+
+def test_demands_are_read_in_the_order_of_their_layers_then_of_their_arrival() -> None:
+    stuck = Stuck(FIRST)
+    with IoLoop(stuck.host, lanes=1) as loop:
+        loop.submit(ask(FIRST))
+        stuck.gate.wait_entered()
+        loop.submit(ask((5, 1), (5, 0), position=5))
+        loop.submit(ask((2, 3), position=2))
+        loop.submit(ask((5, 2), (2, 1), position=3, owner=2))
+        stuck.gate.open()
+        stuck.host.wait_ended(6)
+    assert stuck.host.begun == [FIRST, (2, 3), (5, 2), (2, 1), (5, 1), (5, 0)]
+
+
+def test_a_demand_for_a_queued_expert_joins_it() -> None:
+    stuck = Stuck(FIRST)
+    with IoLoop(stuck.host, lanes=1) as loop:
+        loop.submit(ask(FIRST))
+        stuck.gate.wait_entered()
+        loop.submit(ask((1, 1), (2, 2), position=8))
+        loop.submit(ask((2, 2), position=4, owner=2))
+        stuck.gate.open()
+        stuck.host.wait_ended(3)
+    assert stuck.host.begun == [FIRST, (2, 2), (1, 1)]
+    assert stuck.host.outcome((2, 2)).kind == "finish"
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_as_many_reads_run_as_there_are_lanes(lanes: int) -> None:
+    host = FakeHost()
+    together = threading.Barrier(lanes)
+
+    def meet(_: Key) -> None:
+        together.wait(TIMEOUT)
+
+    host.on_read = meet
+    with IoLoop(host, lanes=lanes) as loop:
+        loop.submit(ask(*layer(0, 4 * lanes)))
+        host.wait_ended(4 * lanes)
+    assert host.peak == lanes
+    assert len(host.threads["read"]) == lanes
+
+
+def test_the_books_are_kept_on_the_loop_thread_and_reads_are_not() -> None:
+    stuck = Stuck(FIRST)
+    host = stuck.host
+    with IoLoop(host, lanes=2) as loop:
+        host.unwanted.add((0, 1))
+        loop.submit(ask(FIRST, (0, 1), (0, 2)))
+        stuck.gate.wait_entered()
+        stuck.gate.open()
+        host.wait_ended(3)
+        threads = {name: set(seen) for name, seen in host.threads.items()}
+    (thread,) = threads["begin"]
+    assert threads["finish"] == threads["dropped"] == {thread}
+    assert thread not in threads["read"]
+    assert threading.get_ident() not in threads["read"] | {thread}
+
+
+def test_a_read_that_is_no_longer_wanted_is_dropped() -> None:
+    host = FakeHost()
+    host.unwanted = {(0, 0), (0, 2)}
+    with IoLoop(host, lanes=1) as loop:
+        loop.submit(ask(*layer(0, 4)))
+        host.wait_ended(4)
+    assert [host.outcome(key).kind for key in layer(0, 4)] == ["dropped", "finish"] * 2
+    assert host.outcome((0, 0)).error is None
+
+
+@pytest.mark.parametrize("error", [OSError(5, "broken"), SystemExit(1), KeyboardInterrupt()])
+def test_a_read_that_raises_fails_alone(error: BaseException) -> None:
+    host = FakeHost()
+
+    def read(key: Key) -> None:
+        if key == (0, 1):
+            raise error
+
+    host.on_read = read
+    with IoLoop(host, lanes=2) as loop:
+        loop.submit(ask(*layer(0, 4)))
+        host.wait_ended(4)
+        assert loop.failure is None
+        loop.submit(ask((1, 0)))
+        host.wait_ended(5)
+    assert host.outcome((0, 1)).error is error
+    assert host.outcome((0, 1)).nbytes == 0
+    assert all(host.outcome(key).error is None for key in [(0, 0), (0, 2), (0, 3), (1, 0)])
+
+
+def test_a_failed_expert_can_be_asked_for_again() -> None:
+    host = FakeHost()
+    errors = [OSError("once")]
+
+    def read(_: Key) -> None:
+        if errors:
+            raise errors.pop()
+
+    host.on_read = read
+    asked_again = threading.Event()
+    with IoLoop(host, lanes=1) as loop:
+
+        def again(key: Key) -> None:
+            if not asked_again.is_set():
+                asked_again.set()
+                loop.submit(ask(key))
+            else:
+                done.set()
+
+        done = threading.Event()
+        host.on_finish = again
+        loop.submit(ask((0, 0)))
+        assert done.wait(TIMEOUT)
+    assert [outcome.error is None for outcome in host.outcomes[0, 0]] == [False, True]
+
+
+# -- tasks ------------------------------------------------------------------------------------
+
+
+def test_tasks_run_on_the_loop(kind: str) -> None:
+    host = FakeHost()
+
+    async def task() -> tuple[bool, int]:
+        return isinstance(asyncio.get_running_loop(), uvloop.Loop), threading.get_ident()
+
+    with IoLoop(host, lanes=1) as loop:
+        on_uvloop, thread = loop.start(task).result(TIMEOUT)
+        loop.submit(ask((0, 0)))
+        host.wait_ended(1)
+        assert host.threads["begin"] == {thread}
+    assert on_uvloop == (kind == "uvloop")
+
+
+def test_a_task_that_fails_leaves_the_loop_alive() -> None:
+    host = FakeHost()
+
+    async def task() -> None:
+        raise ValueError("no")
+
+    with IoLoop(host, lanes=1) as loop:
+        with pytest.raises(ValueError, match="no"):
+            loop.start(task).result(TIMEOUT)
+        loop.submit(ask((0, 0)))
+        host.wait_ended(1)
+    assert host.outcome((0, 0)).error is None
+
+
+# -- the end ----------------------------------------------------------------------------------
+
+
+def test_no_lane_is_left_when_the_block_ends() -> None:
+    host = FakeHost()
+    for _ in range(20):  # an idle lane needs a moment to end, which nobody may get to see
+        with no_threads_left(), IoLoop(host, lanes=8) as loop:
+            loop.submit(ask(*layer(0, 8)))
+
+
+def test_what_was_not_begun_is_dropped_at_the_end() -> None:
+    stuck = Stuck(FIRST)
+    with IoLoop(stuck.host, lanes=1) as loop:
+        loop.submit(ask(FIRST, *layer(0, 3)))
+        stuck.gate.wait_entered()
+        stuck.host.on_dropped = lambda keys: stuck.gate.open()
+    assert stuck.host.outcome(FIRST).error is None
+    for key in layer(0, 3):
+        outcome = stuck.host.outcome(key)
+        assert outcome.kind == "dropped"
+        assert isinstance(outcome.error, LoopClosed)
+
+
+def test_what_was_just_submitted_is_read_or_dropped_at_the_end() -> None:
+    host = FakeHost()
+    for number in range(20):
+        with IoLoop(host, lanes=1) as loop:
+            loop.submit(ask((number, 0), (number, 1)))
+    assert all(host.outcome((n, e)).kind in ("finish", "dropped") for n in range(20) for e in (0, 1))
+
+
+def test_a_submit_after_the_end_is_refused_at_once() -> None:
+    host = FakeHost()
+    with IoLoop(host, lanes=1) as loop:
+        pass
+    with pytest.raises(LoopClosed):
+        loop.submit(ask((0, 0)))
+    assert not host.outcomes
+
+
+@pytest.mark.parametrize("grace", [0.0, 0.02])
+def test_reads_that_hang_are_abandoned_after_the_grace(grace: float) -> None:
+    stuck = Stuck((0, 0), (0, 1))
+    with IoLoop(stuck.host, lanes=2, grace=grace) as loop:
+        loop.submit(ask(*layer(0, 4)))
+        stuck.gate.wait_entered()
+    # The drive has not answered yet, the block is over all the same.
+    for key in layer(0, 4):
+        assert isinstance(stuck.host.outcome(key).error, LoopClosed)
+    assert [stuck.host.outcome(key).kind for key in layer(0, 4)] == ["finish"] * 2 + ["dropped"] * 2
+    with pytest.raises(LoopClosed):
+        loop.submit(ask((1, 0)))
+    stuck.gate.open()
+    join_lanes()
+    assert sum(len(outcomes) for outcomes in stuck.host.outcomes.values()) == 4
+
+
+def test_reads_that_end_within_the_grace_are_finished() -> None:
+    stuck = Stuck((0, 0))
+    with IoLoop(stuck.host, lanes=1, grace=TIMEOUT) as loop:
+        loop.submit(ask((0, 0), (0, 1)))
+        stuck.gate.wait_entered()
+        stuck.host.on_dropped = lambda keys: stuck.gate.open()
+    assert stuck.host.outcome((0, 0)).error is None
+
+
+def test_an_error_in_the_block_ends_the_loop_too() -> None:
+    host = FakeHost()
+    with pytest.raises(ZeroDivisionError), IoLoop(host, lanes=2) as loop:
+        loop.submit(ask((0, 0)))
+        raise ZeroDivisionError
+    assert host.outcome((0, 0)).kind in ("finish", "dropped")
+
+
+class Slow:
+    """An event loop whose ``call_soon_threadsafe`` waits for something else to happen first."""
+
+    def __init__(self, real: asyncio.AbstractEventLoop, wait: Gate, patience: float) -> None:
+        self._real = real
+        self._wait = wait
+        self._patience = patience
+        self.called = threading.Event()
+
+    def call_soon_threadsafe(self, *arguments: Any) -> None:
+        self.called.set()
+        self._wait._entered.wait(self._patience)
+        self._real.call_soon_threadsafe(*arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+def test_closing_waits_for_a_submit_that_is_about_to_wake_the_loop() -> None:
+    """Else the event loop is gone when it is woken, and submit raises something after having taken
+    the keys."""
+    host = FakeHost()
+    loop = IoLoop(host, lanes=1)
+    loop.__enter__()
+    closed = Gate()
+    slow = Slow(loop._loop, closed, patience=0.1)
+    loop._loop = slow  # type: ignore[assignment]
+
+    def close() -> None:
+        assert slow.called.wait(TIMEOUT)
+        loop.__exit__(None, None, None)
+        closed._entered.set()
+
+    closer = threading.Thread(target=close)
+    closer.start()
+    loop.submit(ask((0, 0)))
+    closer.join(TIMEOUT)
+    assert host.outcome((0, 0)).kind in ("finish", "dropped")
+
+
+@pytest.mark.slow
+def test_submits_race_with_the_end() -> None:
+    """Many threads submit while the loop is closed: each is refused, or its keys end exactly once."""
+    for _ in range(200):
+        _race_submits_with_the_end(threads=4)
+
+
+class Submitters:
+    """Threads that submit until they are refused, never more than some messages ahead of the loop."""
+
+    AHEAD = 16
+
+    def __init__(self, host: FakeHost, threads: int) -> None:
+        self._credit = threading.Semaphore(threads * self.AHEAD)
+        self._threads = threads
+        self._started = threading.Barrier(threads + 1)
+        self.taken: list[Key] = []
+        self.refused: list[int] = []
+        self._host = host
+
+    def give_credit(self, keys: int) -> None:
+        """So many keys have ended."""
+        self._credit.release(keys)
+
+    def start(self, loop: IoLoop) -> None:
+        """Return once each thread has submitted something."""
+        self._workers = [
+            threading.Thread(target=self._submit, args=[loop, number])
+            for number in range(self._threads)
+        ]
+        for worker in self._workers:
+            worker.start()
+        self._started.wait(TIMEOUT)
+
+    def _submit(self, loop: IoLoop, number: int) -> None:
+        for attempt in range(1_000_000):
+            assert self._credit.acquire(timeout=TIMEOUT), "keys that were taken have not ended"
+            assert self._credit.acquire(timeout=TIMEOUT), "keys that were taken have not ended"
+            keys = [(number, 2 * attempt), (number, 2 * attempt + 1)]
+            try:
+                loop.submit(ask(*keys, owner=number, position=attempt))
+            except LoopClosed:
+                self.refused.append(number)
+                self._credit.release(2)
+                return
+            self.taken.extend(keys)
+            if attempt == 0:
+                self._started.wait(TIMEOUT)
+
+    def check(self) -> None:
+        """Wait for their ends: each was refused, and what had been taken has ended once."""
+        for worker in self._workers:
+            worker.join(TIMEOUT)
+            assert not worker.is_alive()
+        assert sorted(self.refused) == list(range(self._threads))
+        self._host.wait_ended(len(self.taken))
+        assert sorted(key for key in self._host.outcomes if key != FIRST) == sorted(self.taken)
+        assert all(len(outcomes) == 1 for outcomes in self._host.outcomes.values())
+
+
+def _race_submits_with_the_end(threads: int) -> None:
+    host = FakeHost()
+    submitters = Submitters(host, threads)
+    host.on_finish = lambda key: submitters.give_credit(1)
+    host.on_dropped = lambda keys: submitters.give_credit(len(keys))
+    with IoLoop(host, lanes=2) as loop:
+        submitters.start(loop)
+    submitters.check()
+
+
+# -- death ------------------------------------------------------------------------------------
+
+
+class Bug(Exception):
+    """What the host's own code raises."""
+
+
+def test_a_finish_that_raises_kills_the_loop_and_everybody_hears_of_it() -> None:
+    stuck = Stuck(FIRST)
+    host = stuck.host
+    bug = Bug("books")
+
+    def finish(key: Key) -> None:
+        if key == (0, 0):
+            raise bug
+
+    host.on_finish = finish
+    with IoLoop(host, lanes=2) as loop:
+        loop.submit(ask(FIRST))
+        stuck.gate.wait_entered()
+        loop.submit(ask(*layer(0, 4)))
+        host.wait_ended(4)  # one has been read, three were dropped, FIRST still runs
+        assert loop.failure is bug
+        with pytest.raises(LoopClosed) as refused:
+            loop.submit(ask((1, 0)))
+        assert refused.value.__cause__ is bug
+        stuck.gate.open()
+        host.wait_ended(5)
+    assert host.outcome(FIRST).error is None
+    assert host.outcome((0, 0)).kind == "finish"
+    for key in [(0, 1), (0, 2), (0, 3)]:
+        outcome = host.outcome(key)
+        assert outcome.kind == "dropped"
+        assert isinstance(outcome.error, LoopClosed)
+        assert "books" in str(outcome.error)
+    assert (1, 0) not in host.outcomes
+
+
+def test_a_begin_that_raises_kills_the_loop_and_its_own_key_hears_of_it_too() -> None:
+    host = FakeHost()
+    bug = Bug("slots")
+
+    def begin(key: Key) -> None:
+        if key == (0, 1):
+            raise bug
+
+    host.on_begin = begin
+    with IoLoop(host, lanes=1) as loop:
+        loop.submit(ask(*layer(0, 3)))
+        host.wait_ended(3)
+        assert loop.failure is bug
+    assert [host.outcome(key).kind for key in layer(0, 3)] == ["finish", "dropped", "dropped"]
+
+
+def test_a_drop_that_raises_kills_the_loop() -> None:
+    host = FakeHost()
+    bug = Bug("drop")
+    host.unwanted = {(0, 0)}
+
+    def dropped(keys: Sequence[Key]) -> None:
+        if keys == [(0, 0)]:
+            raise bug
+
+    host.on_dropped = dropped
+    with IoLoop(host, lanes=1) as loop:
+        loop.submit(ask(*layer(0, 3)))
+        host.wait_ended(3)
+        assert loop.failure is bug
+    assert [host.outcome(key).kind for key in layer(0, 3)] == ["dropped"] * 3
+
+
+def test_a_drop_that_raises_at_the_end_is_told_and_leaves_nothing_behind() -> None:
+    stuck = Stuck(FIRST)
+
+    def dropped(_: Sequence[Key]) -> None:
+        stuck.gate.open()
+        raise Bug("drop")
+
+    stuck.host.on_dropped = dropped
+    with pytest.raises(Bug, match="drop"), IoLoop(stuck.host, lanes=1) as loop:
+        loop.submit(ask(FIRST, (0, 0)))
+        stuck.gate.wait_entered()
+    assert stuck.host.outcome(FIRST).kind == "finish"
+
+
+def test_submits_race_with_death() -> None:
+    """The loop dies while others submit: each is refused, or its keys end exactly once."""
+    host = FakeHost()
+    submitters = Submitters(host, threads=3)
+
+    def finish(key: Key) -> None:
+        submitters.give_credit(1)
+        if key == FIRST:
+            raise Bug
+
+    host.on_finish = finish
+    host.on_dropped = lambda keys: submitters.give_credit(len(keys))
+    with IoLoop(host, lanes=2) as loop:
+        submitters.start(loop)
+        loop.submit(ask(FIRST))
+        submitters.check()
+        assert isinstance(loop.failure, Bug)
