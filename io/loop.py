@@ -74,10 +74,12 @@ class IoLoop:
         self._lanes = lanes
         self._grace = grace
         self._queue = ReadQueue()
-        self._lock = threading.Lock()  # guards _inbox, _awake and _closed
+        self._lock = threading.Lock()  # guards _inbox, _awake, _closed and _stopped
         self._inbox: deque[Ask] = deque()
         self._awake = False
+        self._stopped = False
         self._closed = False
+        self._ending: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
         self._abandoned = False
         self._running: set[asyncio.Task[None]] = set()
@@ -109,7 +111,7 @@ class IoLoop:
 
     def _close(self) -> None:
         with self._lock:
-            self._closed = True
+            self._closed = self._stopped = True
         self._portal.call(self._shut)
 
     def _end_lanes(self) -> None:
@@ -117,6 +119,11 @@ class IoLoop:
         self._executor.shutdown(wait=not self._abandoned, cancel_futures=True)
 
     async def _shut(self) -> None:
+        self._stop()
+        assert self._ending is not None
+        await self._ending
+
+    async def _end(self) -> None:
         try:
             self._take_messages()
             self._drop_all(LoopClosed("the I/O loop has been closed"))
@@ -153,11 +160,28 @@ class IoLoop:
                 self._loop.call_soon_threadsafe(self._drain)
                 self._awake = True
 
+    def stop(self) -> None:
+        """Begin to close, from any thread; returns at once. Idempotent.
+
+        For whoever cannot leave the block because it waits for a read: what has not begun is
+        dropped, and a read that hangs is abandoned after the grace.
+        """
+        with self._lock:
+            self._closed = True
+            if not self._stopped:
+                # Under the lock for the same reason as in `submit`.
+                self._loop.call_soon_threadsafe(self._stop)
+                self._stopped = True
+
     def start(self, task: Callable[[], Awaitable[Any]]) -> Future[Any]:
         """Run a coroutine function as a task on the loop (the trace writer, for one)."""
         return self._portal.start_task_soon(task)
 
     # -- loop thread --------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        if self._ending is None:
+            self._ending = self._loop.create_task(self._end())
 
     def _drain(self) -> None:
         try:

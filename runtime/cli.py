@@ -265,7 +265,8 @@ def demo(
 
     question = DEMO_PROMPT if prompt is None else prompt
     if json_output:
-        _print_json(compare(question, slots=slots, max_tokens=max_tokens).to_json())
+        quiet = compare(question, slots=slots, max_tokens=max_tokens, on_chunk=lambda chunk: None)
+        _print_json(quiet.to_json())
         return
     typer.echo(f"> {question}\n")
     comparison = compare(question, slots=slots, max_tokens=max_tokens, on_chunk=show)
@@ -292,4 +293,7 @@ def main() -> None:
             reconfigure(errors="replace")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    app()
+    try:
+        app()
+    except KeyboardInterrupt:  # before the commands or behind them
+        sys.exit(INTERRUPTED)

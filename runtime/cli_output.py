@@ -95,7 +95,10 @@ def print_plan(report: PlanReport) -> None:
         f"experts {size(report.expert_bytes)} on disk, {percent(report.resident_share)} resident"
     )
     console.print(f"the smallest budget that would do is {size(plan.minimum)}")
-    console.print(f"everything resident needs {size(report.everything_resident)}")
+    console.print(
+        f"everything resident needs {size(report.everything_resident)}, "
+        f"with prompt chunks of {report.longest_chunk}"
+    )
 
 
 # -- doctor -------------------------------------------------------------------------------------

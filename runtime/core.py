@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from mlx_lm.utils import load_tokenizer
 
 from ..io.loop import IoLoop
 from ..io.reader import RecordReader
-from ..models.experts import install_parameters
+from ..io.records import Record
+from ..models.experts import SiteUse, install_parameters
 from ..models.switch import StreamingSwitch
 from .assembly import (
     Blueprint,
@@ -29,7 +31,7 @@ from .errors import TraceUnwritable
 from .generation import LoadedModel
 from .hub import resolve_model
 from .machine import automatic_budget, resident_bytes
-from .plan import CACHE_BYTES, Plan, make_plan, parse_size
+from .plan import CACHE_BYTES, Plan, fitting_chunk, make_plan, parse_size
 from .store import ExpertStore
 from .streaming import ExpertStream
 from .streams import leased_streams
@@ -85,6 +87,42 @@ class Core:
         self.peak_memory_bytes = mx.get_peak_memory()
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Everything that is known before any tensor is read.
+
+    Attributes:
+        blueprint: the unevaluated model.
+        tokenizer: mlx-lm's, or None when the checkpoint has none.
+        plan: how the memory is divided.
+        streamed: the layers that get fewer slots than experts, with their slots.
+        records: where the experts of these layers lie.
+    """
+
+    blueprint: Blueprint
+    tokenizer: Any
+    plan: Plan
+    streamed: tuple[tuple[SiteUse, int], ...]
+    records: tuple[Record, ...]
+
+
+def prepare(settings: Settings) -> Prepared:
+    """Read the headers of a model and divide the memory.
+
+    Raises:
+        MoestreamError: the checkpoint is damaged or cannot be streamed, or the budget is too small.
+    """
+    widen = {None: None, "float32": True, "checkpoint": False}[settings.dtype]
+    blueprint = draw_blueprint(resolve_model(settings.model), widen=widen)
+    # Before the plan, which counts what the process holds: it brings large libraries along.
+    tokenizer = _tokenizer(blueprint.checkpoint.directory, blueprint.lazy.config)
+    plan = plan_model(blueprint, settings)
+    uses = zip(blueprint.uses, plan.slots, strict=True)
+    streamed = tuple((use, slots) for use, slots in uses if slots < use.site.experts)
+    records = tuple(make_record(blueprint, use.site) for use, _ in streamed)
+    return Prepared(blueprint, tokenizer, plan, streamed, records)
+
+
 def plan_model(blueprint: Blueprint, settings: Settings) -> Plan:
     """The memory plan for a model of which only headers have been read."""
     longest = blueprint.size.longest_context
@@ -114,17 +152,11 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
     """
     with ExitStack() as stack:
         stack.enter_context(leased_streams())
-        directory = resolve_model(settings.model)
-        widen = {None: None, "float32": True, "checkpoint": False}[settings.dtype]
-        blueprint = draw_blueprint(directory, widen=widen)
+        prepared = prepare(settings)
         check()
-        # Before the plan, which counts what the process holds: it brings large libraries along.
-        tokenizer = _tokenizer(directory, blueprint.lazy.config)
-        plan = plan_model(blueprint, settings)
+        blueprint, plan, tokenizer = prepared.blueprint, prepared.plan, prepared.tokenizer
+        streamed, records = prepared.streamed, prepared.records
         stack.enter_context(_mlx_limits(plan.budget))
-        uses = zip(blueprint.uses, plan.slots, strict=True)
-        streamed = [(use, slots) for use, slots in uses if slots < use.site.experts]
-        records = [make_record(blueprint, use.site) for use, _ in streamed]
         tracer = Tracer(_writable(settings.trace))
         reader = RecordReader(records, direct=settings.direct)
         stack.callback(reader.close)
@@ -149,12 +181,12 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
             stream=stream,
             vocabulary=blueprint.size.vocabulary,
             context=plan.context,
-            chunk_tokens=plan.chunk_tokens,
+            chunk_tokens=partial(fitting_chunk, blueprint.size, scratch_bytes=plan.scratch_bytes),
             resident=not streamed,
         )
         core = Core(plan, loaded, store, loop, tracer, trunk_bytes)
         core.sample_memory()
-        del model, blueprint, streamed, parameters
+        del model, blueprint, streamed, prepared, parameters
         yield core
         store.check_integrity()
 

@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .session import EngineOptions, check_request, messages, open_engine
+from .session import EngineOptions, check_request, follow, messages, open_engine
 
 if TYPE_CHECKING:
     from .api import Chunk, Generation
@@ -87,7 +87,7 @@ def compare(
     *,
     slots: int | None = None,
     max_tokens: int,
-    on_chunk: Callable[[Chunk], None] | None = None,
+    on_chunk: Callable[[Chunk], None],
 ) -> Comparison:
     """Answer a prompt twice, streamed first.
 
@@ -102,12 +102,15 @@ def compare(
         experts = int(json.loads((path / "config.json").read_bytes())["num_experts"])
         slots = min(slots or max(experts // 4, 1), experts)
 
+        def ignore(chunk: Chunk) -> None:
+            """The second answer is not shown."""
+
         async def both() -> Comparison:
             first, streamed = await _run(
                 EngineOptions(str(path), slots=slots), slots, experts, prompt, max_tokens, on_chunk
             )
             second, resident = await _run(
-                EngineOptions(str(path), memory="all"), experts, experts, prompt, max_tokens, None
+                EngineOptions(str(path), memory="all"), experts, experts, prompt, max_tokens, ignore
             )
             difference = _first_difference(first.tokens, second.tokens)
             return Comparison(prompt, first.text, first.tokens, difference, streamed, resident)
@@ -121,14 +124,14 @@ async def _run(
     experts: int,
     prompt: str,
     max_tokens: int,
-    on_chunk: Callable[[Chunk], None] | None,
+    on_chunk: Callable[[Chunk], None],
 ) -> tuple[Generation, DemoRun]:
     sampling: SamplingArguments = {"max_tokens": max_tokens}
     async with await open_engine(options) as engine:
         # On its first run MLX compiles its kernels. Another text, so that the slots hold other
         # experts than the ones that the prompt asks for.
         await engine.generate("Hello", max_tokens=WARM_UP_TOKENS, ignore_eos=True)
-        result = await engine.generate(messages(prompt, None), on_chunk=on_chunk, **sampling)
+        result = await follow(engine, messages(prompt, None), sampling, on_chunk)
         return result, _figures(engine, result, slots, experts)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -107,20 +107,13 @@ class Engine:
 
     # -- generation ---------------------------------------------------------------------------
 
-    async def generate(
-        self,
-        prompt: Prompt,
-        *,
-        on_chunk: Callable[[Chunk], None] | None = None,
-        **sampling: Unpack[SamplingArguments],
-    ) -> Generation:
+    async def generate(self, prompt: Prompt, **sampling: Unpack[SamplingArguments]) -> Generation:
         """Generate text; see ``Sampling`` for the arguments. Temperature 0 (greedy) is the default.
 
         Cancelling the awaiting task stops the request within one layer.
 
         Args:
             prompt: a text, token ids, or chat messages (dicts with ``role`` and ``content``).
-            on_chunk: called on this loop with each token as it comes; raising ends the request.
             **sampling: ``max_tokens``, ``temperature``, ``top_p``, ``min_p``, ``top_k``, ``seed``,
                 ``repetition_penalty``, ``logit_bias``, ``stop``, ``ignore_eos``, ``logprobs``.
 
@@ -129,19 +122,18 @@ class Engine:
             ReadFailed: an expert could not be read; the next request may work.
             EngineClosed, EngineDead: the engine takes no requests.
         """
-        request = self._submit(prompt, sampling, chunks=on_chunk is not None)
+        request = self._submit(prompt, sampling, chunks=False)
         try:
-            while isinstance(message := await request.receive(), Chunk):
-                assert on_chunk is not None
-                on_chunk(message)
+            result = await request.receive()
         except BaseException:
             request.cancel()
             raise
-        return message
+        assert isinstance(result, Generation)
+        return result
 
     async def stream(
         self, prompt: Prompt, **sampling: Unpack[SamplingArguments]
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk, None]:
         """Generate text token by token; arguments and errors as for ``generate``.
 
         Each chunk is handed out before the next token is computed. Closing the iterator (also by

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..io.errors import MoestreamError
@@ -31,9 +32,10 @@ class BudgetTooSmall(MoestreamError):
         minimum: the smallest budget in bytes that would do.
     """
 
-    def __init__(self, given: int, minimum: int, parts: str) -> None:
+    def __init__(self, given: int, minimum: int, parts: Mapping[str, int]) -> None:
         super().__init__(
-            f"memory={_gb(given)} is too small: this model needs at least {_gb(minimum)} ({parts})"
+            f"memory={_gb(given)} is too small: this model needs at least {_gb(minimum)} "
+            f"({', '.join(f'{name} {_gb(nbytes)}' for name, nbytes in parts.items())})"
         )
         self.given = given
         self.minimum = minimum
@@ -69,4 +71,7 @@ class GenerationFailed(MoestreamError):
 
 
 def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f}GB"
+    # Rounded up: the smallest budget has to do as it is written here.
+    if nbytes >= 10**9:
+        return f"{-(-nbytes // 10**7) / 100:.2f}GB"
+    return f"{-(-nbytes // 10**6)}MB"

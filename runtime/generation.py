@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from .api import Chunk, FinishReason, Generation, GenerationStats, TokenLogprob
@@ -36,7 +37,7 @@ class LoadedModel:
         stream: runs the streamed experts.
         vocabulary: number of logits.
         context: most tokens of prompt and answer together.
-        chunk_tokens: longest prompt chunk.
+        chunk_tokens: length of a prompt -> tokens to compute at once.
         resident: no layer is streamed.
     """
 
@@ -46,7 +47,7 @@ class LoadedModel:
     stream: ExpertStream
     vocabulary: int
     context: int
-    chunk_tokens: int
+    chunk_tokens: Callable[[int], int]
     resident: bool
 
 
@@ -120,8 +121,8 @@ class TokenLoop:
                 # No layer needs the host: the device goes on while this token is handed out.
                 ahead = sampler.draw(self._forward(drawn.token[None]))
                 mx.async_eval(*ahead.arrays())
+            self._loaded.stream.end_forward(*drawn.arrays())
             chosen = drawn.resolve()
-            self._loaded.stream.end_forward()
             now = time.perf_counter()
             first = first or now
             self._tracer.token(self._request.number, chosen.token, begun, now)
@@ -141,7 +142,7 @@ class TokenLoop:
         last token goes alone, so that no logits of the others are computed.
         """
         loaded = self._loaded
-        limit = loaded.chunk_tokens
+        limit = loaded.chunk_tokens(len(prompt))
         whole = max(LOGITS_BYTES // (4 * loaded.vocabulary), 1)
         done = 0
         while len(prompt) - done > min(limit, whole):
@@ -149,8 +150,8 @@ class TokenLoop:
             size = min(limit, len(prompt) - done - 1)
             begun = time.perf_counter()
             self._forward(mx.array([prompt[done : done + size]], mx.uint32))
-            mx.eval([entry.state for entry in self._cache])
-            loaded.stream.end_forward()
+            states = [state for _, state in tree_flatten([entry.state for entry in self._cache])]
+            loaded.stream.end_forward(*[state for state in states if isinstance(state, mx.array)])
             self._tracer.prompt(self._request.number, size, begun, time.perf_counter())
             done += size
         return self._forward(mx.array([prompt[done:]], mx.uint32))
@@ -235,8 +236,7 @@ class Drawn:
         return [part for part in parts if part is not None]
 
     def resolve(self) -> TokenLogprob:
-        """Wait for the token; its log-probability is 0 when it was not asked for."""
-        mx.eval(*self.arrays())
+        """The evaluated token; its log-probability is 0 when it was not asked for."""
         token: Any = self.token.item()
         if self.logprob is None or self.best is None or self.values is None:
             return TokenLogprob(token, 0.0)

@@ -9,7 +9,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .terminal import progress_bar
+from .terminal import interrupts_held, progress_bar
 
 if TYPE_CHECKING:
     from ..io.drive import DriveReport
@@ -40,7 +40,9 @@ class PlanReport:
         groups: the MoE layers.
         expert_bytes: all experts on disk.
         resident_share: of the experts' memory, what the slots hold.
-        everything_resident: the budget that holds every expert.
+        everything_resident: the budget that holds every expert beside the longest prompt chunks; a
+            smaller one may hold them too, with shorter chunks.
+        longest_chunk: tokens of these chunks.
     """
 
     model: str
@@ -51,6 +53,7 @@ class PlanReport:
     expert_bytes: int
     resident_share: float
     everything_resident: int
+    longest_chunk: int
 
     @property
     def parts(self) -> dict[str, int]:
@@ -93,33 +96,34 @@ def inspect_plan(
         BudgetTooSmall: says the smallest budget that would do.
         MoestreamError: the model cannot be streamed.
     """
-    from .assembly import draw_blueprint, make_record
-    from .core import Settings, _tokenizer, plan_model
-    from .hub import resolve_model
-    from .streams import leased_streams
+    with interrupts_held():
+        from .core import Settings, prepare
+        from .plan import SLACK, make_plan
+        from .streams import leased_streams
 
     settings = Settings(model=model, memory=memory, slots=slots, context=context)
     with leased_streams():
-        blueprint = draw_blueprint(resolve_model(model))
-        directory, config = blueprint.checkpoint.directory, blueprint.lazy.config
-        # Held while the memory of the process is measured, as in an engine.
-        tokenizer = _tokenizer(directory, config)
-        plan = plan_model(blueprint, settings)
-        del tokenizer
-        for use, count in zip(blueprint.uses, plan.slots, strict=True):
-            if count < use.site.experts:
-                make_record(blueprint, use.site)  # refuses what an engine would refuse
+        prepared = prepare(settings)
+        blueprint, plan = prepared.blueprint, prepared.plan
         layers = blueprint.size.layers
         everything = sum(layer.experts * layer.slot_bytes for layer in layers)
+        whole = make_plan(
+            blueprint.size,
+            budget=None,
+            process_bytes=plan.process_bytes,
+            context=plan.context,
+            slots=max(layer.experts for layer in layers),
+        )
         return PlanReport(
-            model=str(directory),
-            model_type=str(config.get("model_type")),
+            model=str(blueprint.checkpoint.directory),
+            model_type=str(blueprint.lazy.config.get("model_type")),
             automatic=memory is None and slots is None,
             plan=plan,
             groups=_groups(layers, plan.slots),
             expert_bytes=sum(layer.experts * layer.record_bytes for layer in layers),
             resident_share=plan.slot_bytes / everything,
-            everything_resident=_everything_resident(blueprint.size, plan),
+            everything_resident=int(whole.total_bytes / (1 - SLACK)) + 1,
+            longest_chunk=whole.chunk_tokens,
         )
 
 
@@ -129,19 +133,6 @@ def _groups(layers: Sequence[LayerSize], slots: Sequence[int]) -> tuple[LayerGro
         key = (layer.experts, layer.top_k, layer.record_bytes, layer.slot_bytes, count)
         groups.setdefault(key, []).append(layer.layer)
     return tuple(LayerGroup(tuple(numbers), *key) for key, numbers in groups.items())
-
-
-def _everything_resident(model: Any, plan: Plan) -> int:
-    from .plan import SLACK, make_plan
-
-    whole = make_plan(
-        model,
-        budget=None,
-        process_bytes=plan.process_bytes,
-        context=plan.context,
-        slots=max(layer.experts for layer in model.layers),
-    )
-    return int(whole.total_bytes / (1 - SLACK)) + 1
 
 
 # -- doctor -------------------------------------------------------------------------------------
@@ -177,7 +168,8 @@ def _version(package: str) -> str:
 
 def _device() -> str:
     try:
-        import mlx.core as mx
+        with interrupts_held():
+            import mlx.core as mx
 
         device = mx.default_device()
         name = mx.device_info(device).get("device_name")

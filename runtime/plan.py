@@ -98,11 +98,11 @@ class Plan:
         process_bytes: interpreter and libraries.
         trunk_bytes: parameters that are no routed experts.
         kv_bytes: caches of one sequence at full context.
-        scratch_bytes: of a prompt chunk.
+        scratch_bytes: set aside for a prompt chunk.
         cache_bytes: buffers that MLX keeps.
         slot_bytes: all slots, whole layers included.
         context: tokens of prompt and answer together.
-        chunk_tokens: prompt tokens computed at once.
+        chunk_tokens: prompt tokens computed at once when the prompt fills the context.
         slots: of each MoE layer; as many as experts means that the layer is resident.
         minimum: smallest budget that would do.
     """
@@ -178,11 +178,18 @@ def make_plan(
         if slots < 1:
             raise InvalidRequest(f"slots={slots} must be at least 1")
         chunk = min(CHUNK_TOKENS, context)
+        reserved = _scratch(model, chunk, context)
         chosen = [min(slots, layer.experts) for layer in model.layers]
     else:
         assert budget is not None
         if budget < minimum:
-            raise BudgetTooSmall(budget, minimum, _parts(model, process_bytes, kv_bytes, floor))
+            parts = {
+                "process": process_bytes,
+                "trunk": model.trunk_bytes,
+                "caches": kv_bytes,
+                "slots": floor,
+            }
+            raise BudgetTooSmall(budget, minimum, parts)
         usable = int(budget * (1 - SLACK)) - fixed
         chunk, reserved = _chunk(model, context, spare=usable - floor)
         chosen = share_slots(model.layers, usable - reserved)
@@ -191,7 +198,7 @@ def make_plan(
         process_bytes=process_bytes,
         trunk_bytes=model.trunk_bytes,
         kv_bytes=kv_bytes,
-        scratch_bytes=_scratch(model, chunk, context),
+        scratch_bytes=reserved,
         cache_bytes=CACHE_BYTES,
         slot_bytes=sum(n * layer.slot_bytes for n, layer in zip(chosen, model.layers, strict=True)),
         context=context,
@@ -234,20 +241,21 @@ def _chunk(model: ModelSize, context: int, *, spare: int) -> tuple[int, int]:
     A quarter of what slots could have is set aside, or less if the longest chunk takes less. It
     stays set aside where the chunk takes a little less: more memory never gives fewer slots.
     """
-    step = LEAST_CHUNK_TOKENS
-    least, most = min(step, context), min(CHUNK_TOKENS, context)
+    least, most = min(LEAST_CHUNK_TOKENS, context), min(CHUNK_TOKENS, context)
     reserved = min(_scratch(model, most, context), spare // 4)
-    for chunk in (most, *range(most // step * step, 0, -step)):
-        if _scratch(model, chunk, context) <= reserved:
-            return chunk, reserved
-    return least, _scratch(model, least, context)
+    reserved = max(reserved, _scratch(model, least, context))
+    return fitting_chunk(model, context, reserved), reserved
 
 
-def _parts(model: ModelSize, process_bytes: int, kv_bytes: int, floor: int) -> str:
-    parts = {
-        "process": process_bytes,
-        "trunk": model.trunk_bytes,
-        "caches": kv_bytes,
-        "slots": floor,
-    }
-    return ", ".join(f"{name} {nbytes / 1e9:.2f}GB" for name, nbytes in parts.items())
+def fitting_chunk(model: ModelSize, length: int, scratch_bytes: int) -> int:
+    """Tokens per chunk with which a prompt of ``length`` tokens stays within the scratch.
+
+    A short prompt may be computed in larger chunks than a long one, whose scores take more.
+    """
+    step = LEAST_CHUNK_TOKENS
+    most = min(CHUNK_TOKENS, length)
+    lengths: list[int] = [most, *range(most // step * step, 0, -step)]
+    for chunk in lengths:
+        if _scratch(model, chunk, length) <= scratch_bytes:
+            return chunk
+    return min(step, most)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..io.errors import ReadFailed
-from .terminal import note, progress_bar, show_error
+from .terminal import interrupts_held, note, progress_bar, show_error
 
 if TYPE_CHECKING:
     from .api import Chunk, Generation
@@ -44,10 +46,25 @@ async def open_engine(options: EngineOptions) -> Engine:
 
 def check_request(prompt: Prompt, sampling: SamplingArguments) -> None:
     """Refuse a request before a large model has been loaded for it."""
-    from .sampling import Sampling, check_prompt
+    with interrupts_held():
+        from . import engine  # noqa: F401  # not used here, but now it is there
+        from .sampling import Sampling, check_prompt
 
     check_prompt(prompt)
     Sampling(**sampling)
+
+
+async def follow(
+    engine: Engine, prompt: Prompt, sampling: SamplingArguments, show: Callable[[Chunk], None]
+) -> Generation:
+    """Generate one answer, showing each token as it comes."""
+    result: Generation | None = None
+    async with aclosing(engine.stream(prompt, **sampling)) as chunks:
+        async for chunk in chunks:
+            show(chunk)
+            result = chunk.result
+    assert result is not None  # the last chunk of an answer has it
+    return result
 
 
 def run_prompt(
@@ -58,7 +75,9 @@ def run_prompt(
 
     async def generate() -> Generation:
         async with await open_engine(options) as engine:
-            return await engine.generate(prompt, on_chunk=None if quiet else show, **sampling)
+            if quiet:
+                return await engine.generate(prompt, **sampling)
+            return await follow(engine, prompt, sampling, show)
 
     result = asyncio.run(generate())
     if not quiet:
@@ -169,9 +188,7 @@ class _Chat:
             show(chunk)
 
         try:
-            result = self._runner.run(
-                self._engine.generate(history, on_chunk=on_chunk, **self._sampling)
-            )
+            result = self._runner.run(follow(self._engine, history, self._sampling, on_chunk))
         except KeyboardInterrupt:
             pass
         except PromptTooLong as error:

@@ -82,7 +82,7 @@ class ExpertStream:
         # Outputs whose evaluation has not been seen to complete, and the slots that they read.
         self._pending: list[tuple[int, list[int], mx.array]] = []
         self._forward = 0
-        self._resumed = 0.0
+        self._mark = 0.0  # host time has been accounted for up to here
         self.step = Step()
 
     # -- called by the generation loop --------------------------------------------------------
@@ -90,31 +90,22 @@ class ExpertStream:
     def begin_forward(self) -> None:
         """A forward pass of the model is about to be built."""
         self._forward += 1
-        self._resumed = time.perf_counter()
+        self._mark = time.perf_counter()
 
-    def end_forward(self) -> None:
-        """The forward's result has been evaluated, or the pass has been given up: let go of slots.
+    def end_forward(self, *results: mx.array) -> None:
+        """Evaluate the results of the forward, if it has not been given up, and let go of slots.
 
         Waits for whatever still reads a slot, so that the next request may overwrite it.
         """
-        if self._pending:
-            mx.eval(*[output for _, _, output in self._pending])
-            self._release()
+        self._sync(*results)
 
     # -- called by the model (SwitchRunner) ---------------------------------------------------
 
     def run(self, switch: StreamingSwitch, x: mx.array, indices: mx.array) -> mx.array:
         """Run the routed experts of one layer call; see ``StreamingSwitch``."""
-        step = self.step
-        step.check()
-        counters = step.counters
-        before = time.perf_counter()
-        counters.host_seconds += before - self._resumed
-        mx.eval(indices, *[output for _, _, output in self._pending])
-        self._resumed = after = time.perf_counter()
-        counters.sync_seconds += after - before
-        counters.syncs += 1
-        self._release()
+        self.step.check()
+        self._sync(indices)
+        self.step.counters.syncs += 1
         if indices.size > SMALL_CALL:
             return self._run_large(switch, x, indices)
         routed = flatten(indices.tolist())
@@ -148,7 +139,8 @@ class ExpertStream:
     ) -> npt.NDArray[np.uint32]:
         table = self._tables[switch.group]
         table[experts] = slots
-        return table[routed]
+        ids: npt.NDArray[np.uint32] = table[routed]
+        return ids
 
     def _compute(
         self, switch: StreamingSwitch, x: mx.array, ids: mx.array, slots: list[int]
@@ -176,16 +168,17 @@ class ExpertStream:
         return got.slots
 
     def _wait(self, switch: StreamingSwitch, got: Demanded) -> None:
+        counters = self.step.counters
         before = time.perf_counter()
+        counters.host_seconds += before - self._mark
         try:
             _wait(got.futures)
         except BaseException:
             self._store.release(switch.group, got.slots)
             raise
         finally:
-            after = time.perf_counter()
-            self.step.counters.stall_seconds += after - before
-            self.step.counters.host_seconds -= after - before
+            self._mark = after = time.perf_counter()
+            counters.stall_seconds += after - before
             self._tracer.stall(switch.layer, before, after, len(got.futures))
 
     def _run_waves(
@@ -223,21 +216,24 @@ class ExpertStream:
             ids = mx.array(table[routed[pairs]].reshape(-1, 1))
             output = switch.inner(rows, ids)
             self._pending.append((switch.group, slots, output))
-            before = time.perf_counter()
-            self.end_forward()
-            waited = time.perf_counter() - before
-            self.step.counters.sync_seconds += waited
-            self.step.counters.host_seconds -= waited
+            self._sync()
             self.step.counters.waves += 1
             outputs.append(output.squeeze(-2))
             order.append(pairs)
         inverse = np.argsort(np.concatenate(order)).astype(np.uint32)
         return mx.concatenate(outputs)[mx.array(inverse)].reshape(*shape, -1)
 
-    def _release(self) -> None:
-        for group, slots, _ in self._pending:
+    def _sync(self, *wanted: mx.array) -> None:
+        """Evaluate these arrays and all outputs so far; unpin the slots that these have read."""
+        pending, counters = self._pending, self.step.counters
+        before = time.perf_counter()
+        counters.host_seconds += before - self._mark
+        mx.eval(*wanted, *[output for _, _, output in pending])
+        self._mark = after = time.perf_counter()
+        counters.sync_seconds += after - before
+        for group, slots, _ in pending:
             self._store.release(group, slots)
-        self._pending.clear()
+        pending.clear()
 
 
 def flatten(nested: Any) -> list[int]:

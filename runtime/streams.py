@@ -31,19 +31,22 @@ def leased_streams() -> Iterator[None]:
     global _leased
     with _lock:
         streams = _free.pop() if _free else None
-        _leased += 1
     if streams is None:
         streams = _new_streams()
-    for stream in streams:
-        mx.set_default_stream(stream)
+    with _lock:
+        _leased += 1
     try:
+        for stream in streams:
+            mx.set_default_stream(stream)
         yield
     finally:
-        for stream in streams:
-            mx.synchronize(stream)
-        with _lock:
-            _leased -= 1
-            alone = not _leased
+        try:  # streams that fail here are not leased again
+            for stream in streams:
+                mx.synchronize(stream)
+        finally:
+            with _lock:
+                _leased -= 1
+                alone = not _leased
         if alone:
             # Holds the interpreter lock until all streams are idle, hence only when nobody works.
             mx.clear_cache()

@@ -1,14 +1,17 @@
-"""What goes to standard error beside the results: progress bars, notes, errors.
+"""Dealings with the person at the terminal: progress bars, notes, errors, Ctrl-C.
 
 Consoles are made when they are needed, since tests and callers swap ``sys.stderr``.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import IO
 
 from rich.console import Console
@@ -79,3 +82,28 @@ def show_error(error: Exception, *, debug: bool) -> None:
     error_console().print(Text.assemble(("error:", "bold red"), " ", line))
     if not expected and not debug:
         note("this should not happen; `moestream --debug ...` shows where it did")
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Raise KeyboardInterrupt at the end of the block instead of in it.
+
+    For imports of large libraries: some swallow it, and where it passes through ``exec`` (as
+    in dataclasses) the interpreter kills itself with the signal whatever the exit code is.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed = False
+
+    def press(_number: int, _frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+
+    previous = signal.signal(signal.SIGINT, press)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if pressed:
+        raise KeyboardInterrupt

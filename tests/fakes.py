@@ -1,4 +1,4 @@
-"""Stand-ins with the real interfaces: a drive that fails on request, owners of slots, a loop to step."""
+"""Stand-ins with the real interfaces: a drive that fails on request, an owner of slots, a loop."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def widened(stored: bytes, code: str) -> bytes:
 def write_stacked(
     path: Path, tensors: Sequence[Tensor], *, experts: int, layer: int = 0, skip: int = 0
 ) -> Layer:
-    """A file like a checkpoint's: for each tensor the rows of all experts, from offset ``skip`` on."""
+    """A file like a checkpoint's: for each tensor the rows of all experts, from ``skip`` on."""
     components = []
     for tensor in tensors:
         components.append(_component(path, tensor, skip, tensor.nbytes))
@@ -213,7 +213,7 @@ def write_packed(
     skip: int = 0,
     alignment: int = PAGE,
 ) -> Layer:
-    """A file like a packed store's: for each expert one record, padded to a multiple of ``alignment``."""
+    """A file like a packed store's: one record for each expert, padded to the alignment."""
     nbytes = sum(tensor.nbytes for tensor in tensors)
     stride = -(-nbytes // alignment) * alignment
     components = []

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import moestream
 from moestream.runtime import cli_output, demo, inspection
 from moestream.runtime.cli import app, main
+from moestream.runtime.terminal import interrupts_held
 
 PROMPT = "Once upon a time"
 COMMAND = [sys.executable, "-m", "moestream"]
@@ -258,7 +259,7 @@ def test_model_without_experts(command: list[str], dense_model: str) -> None:
 @pytest.mark.parametrize("command", [["plan"], ["run", "-p", "x"]], ids=["plan", "run"])
 def test_budget_too_small_says_what_would_do(command: list[str], model: str) -> None:
     line = error_line(*command, model, "--memory", "1MB")
-    assert re.search(r"needs at least \d+\.\d\dGB", line)
+    assert re.search(r"needs at least \d+(\.\d\d)?[MG]B", line)
 
 
 @pytest.mark.parametrize(
@@ -312,6 +313,15 @@ def test_ctrl_c_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(inspection, "inspect_plan", interrupted)
     assert call("plan", "m", code=130) == ("", "")
+
+
+def test_interrupts_are_held_while_importing() -> None:
+    reached = False
+    with pytest.raises(KeyboardInterrupt), interrupts_held():
+        signal.raise_signal(signal.SIGINT)
+        reached = True
+    assert reached
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:

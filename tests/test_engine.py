@@ -136,7 +136,7 @@ async def test_logit_bias_and_repetition_penalty(engine: Engine) -> None:
 
 async def test_every_kind_of_sampling_runs(engine: Engine) -> None:
     for settings in ({"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.5}, {"top_p": 1.0}):
-        result = await engine.generate(PROMPT, max_tokens=3, temperature=0.7, **settings)  # type: ignore[arg-type]
+        result = await engine.generate(PROMPT, max_tokens=3, temperature=0.7, **settings)
         assert 1 <= len(result.tokens) <= 3
 
 
@@ -241,13 +241,13 @@ async def test_cancelling_the_task_stops_the_request(engine: Engine) -> None:
 
 async def test_cancelling_a_waiting_request_skips_it(engine: Engine) -> None:
     stream = engine.stream(PROMPT, max_tokens=1900, ignore_eos=True)
-    await anext(stream)  # type: ignore[call-overload]
+    await anext(stream)
     waiting = asyncio.create_task(engine.generate(PROMPT, max_tokens=1))
     await asyncio.sleep(0)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    await stream.aclose()  # type: ignore[attr-defined]
+    await stream.aclose()
     await engine.generate(PROMPT, max_tokens=1)
     assert engine.statistics().requests_cancelled == 2
 
@@ -287,7 +287,7 @@ async def test_cancellation_in_the_prompt_takes_effect_within_a_layer(demo: Path
 async def test_closing_fails_what_runs_and_what_waits(demo: Path) -> None:
     engine = await Engine.open(demo, slots=16)
     running = engine.stream(PROMPT, max_tokens=1900, ignore_eos=True)
-    await anext(running)  # type: ignore[call-overload]
+    await anext(running)
     waiting = [asyncio.create_task(engine.generate(PROMPT)) for _ in range(3)]
     await asyncio.sleep(0)
     await engine.aclose()

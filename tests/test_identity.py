@@ -139,7 +139,7 @@ async def test_resident_decode_of_the_demo_model(demo: Path) -> None:
     prompt = make_prompt(20, 8192)
     expected = expect(model, prompt, STEPS)
     for memory in ({"memory": "all"}, {"slots": 16}, {"slots": 3}):
-        async with await Engine.open(demo, **memory) as engine:  # type: ignore[arg-type]
+        async with await Engine.open(demo, **memory) as engine:
             result = await engine.generate(
                 prompt, max_tokens=STEPS, ignore_eos=True, logprobs=ALTERNATIVES
             )

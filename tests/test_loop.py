@@ -245,7 +245,8 @@ def test_what_was_just_submitted_is_read_or_dropped_at_the_end() -> None:
     for number in range(20):
         with IoLoop(host, lanes=1) as loop:
             loop.submit(ask((number, 0), (number, 1)))
-    assert all(host.outcome((n, e)).kind in ("finish", "dropped") for n in range(20) for e in (0, 1))
+    keys = [(number, expert) for number in range(20) for expert in (0, 1)]
+    assert all(host.outcome(key).kind in ("finish", "dropped") for key in keys)
 
 
 def test_a_submit_after_the_end_is_refused_at_once() -> None:
@@ -281,6 +282,83 @@ def test_reads_that_end_within_the_grace_are_finished() -> None:
         stuck.gate.wait_entered()
         stuck.host.on_dropped = lambda keys: stuck.gate.open()
     assert stuck.host.outcome((0, 0)).error is None
+
+
+def test_who_waits_for_a_read_that_hangs_can_be_freed_from_another_thread() -> None:
+    """The one who waits is inside the block: its end alone would never come."""
+    stuck = Stuck((0, 0))
+    host = stuck.host
+    with IoLoop(host, lanes=1, grace=0.0) as loop:
+        loop.submit(ask((0, 0), (0, 1)))
+        stuck.gate.wait_entered()
+        stopper = threading.Thread(target=loop.stop)
+        stopper.start()
+        host.wait_ended(2)
+        stopper.join(TIMEOUT)
+        with pytest.raises(LoopClosed):
+            loop.submit(ask((0, 2)))
+        loop.stop()
+    loop.stop()
+    assert isinstance(host.outcome((0, 0)).error, LoopClosed)
+    assert host.outcome((0, 1)).kind == "dropped"
+    assert loop.failure is None
+    stuck.gate.open()
+    join_lanes()
+
+
+def test_tasks_go_on_after_a_stop_until_the_block_ends() -> None:
+    """The trace is written to its end."""
+    goes_on = threading.Event()
+
+    async def task() -> str:
+        await asyncio.to_thread(goes_on.wait, TIMEOUT)
+        return "written"
+
+    with IoLoop(FakeHost(), lanes=1) as loop:
+        written = loop.start(task)
+        loop.stop()
+        goes_on.set()
+        assert written.result(TIMEOUT) == "written"
+
+
+def test_stopping_races_with_the_end_of_the_block() -> None:
+    host = FakeHost()
+    for number in range(50):
+        together = threading.Barrier(2)
+
+        def stop(together: threading.Barrier = together) -> None:
+            together.wait(TIMEOUT)
+            loop.stop()
+
+        stopper = threading.Thread(target=stop)
+        with IoLoop(host, lanes=1) as loop:
+            loop.submit(ask((number, 0), (number, 1)))
+            stopper.start()
+            together.wait(TIMEOUT)
+        stopper.join(TIMEOUT)
+        assert not stopper.is_alive()
+    for number in range(50):
+        assert host.outcome((number, 0)).kind in ("finish", "dropped")
+        assert host.outcome((number, 1)).kind in ("finish", "dropped")
+
+
+def test_stopping_after_death_frees_who_waits_for_reads_that_hang() -> None:
+    stuck = Stuck(FIRST)
+    host = stuck.host
+
+    def finish(key: Key) -> None:
+        if key == (0, 0):
+            raise Bug
+
+    host.on_finish = finish
+    with IoLoop(host, lanes=2, grace=0.0) as loop:
+        loop.submit(ask(FIRST, (0, 0)))
+        host.wait_ended(1)
+        loop.stop()
+        host.wait_ended(2)
+        assert isinstance(host.outcome(FIRST).error, LoopClosed)
+    stuck.gate.open()
+    join_lanes()
 
 
 def test_an_error_in_the_block_ends_the_loop_too() -> None:
@@ -333,13 +411,13 @@ def test_closing_waits_for_a_submit_that_is_about_to_wake_the_loop() -> None:
 
 @pytest.mark.slow
 def test_submits_race_with_the_end() -> None:
-    """Many threads submit while the loop is closed: each is refused, or its keys end exactly once."""
+    """Threads submit while the loop is closed: each is refused, or its keys end exactly once."""
     for _ in range(200):
         _race_submits_with_the_end(threads=4)
 
 
 class Submitters:
-    """Threads that submit until they are refused, never more than some messages ahead of the loop."""
+    """Threads that submit until they are refused, never more than some keys ahead of the loop."""
 
     AHEAD = 16
 
@@ -380,14 +458,15 @@ class Submitters:
             if attempt == 0:
                 self._started.wait(TIMEOUT)
 
-    def check(self) -> None:
+    def check(self, *others: Key) -> None:
         """Wait for their ends: each was refused, and what had been taken has ended once."""
         for worker in self._workers:
             worker.join(TIMEOUT)
             assert not worker.is_alive()
         assert sorted(self.refused) == list(range(self._threads))
-        self._host.wait_ended(len(self.taken))
-        assert sorted(key for key in self._host.outcomes if key != FIRST) == sorted(self.taken)
+        taken = [*self.taken, *others]
+        self._host.wait_ended(len(taken))
+        assert sorted(self._host.outcomes) == sorted(taken)
         assert all(len(outcomes) == 1 for outcomes in self._host.outcomes.values())
 
 
@@ -501,5 +580,5 @@ def test_submits_race_with_death() -> None:
     with IoLoop(host, lanes=2) as loop:
         submitters.start(loop)
         loop.submit(ask(FIRST))
-        submitters.check()
+        submitters.check(FIRST)
         assert isinstance(loop.failure, Bug)

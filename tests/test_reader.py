@@ -8,6 +8,7 @@ import threading
 import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -163,7 +164,7 @@ def test_a_short_read_is_completed(tmp_path: Path, first: int) -> None:
 def test_remaining_is_what_lies_behind(lengths: list[int], done: int) -> None:
     whole = bytes(range(sum(lengths)))
     edges = np.cumsum([0, *lengths])
-    buffers = [memoryview(whole)[a:b] for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    buffers = [memoryview(whole)[a:b] for a, b in pairwise(edges)]
     assert b"".join(remaining(buffers, done)) == whole[done:]
 
 
