@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,9 @@ from .streams import leased_streams
 from .tracing import Tracer
 
 DEFAULT_CONTEXT = 4096
+TRACE_GRACE = 5.0
+"""Seconds that closing waits for the end of the trace to be written."""
+
 DEFAULT_LANES = 8
 """Reads in flight at once (8 to 16 saturate the drives that were measured)."""
 
@@ -221,7 +224,8 @@ def _writing(tracer: Tracer, loop: IoLoop) -> Iterator[None]:
         yield
     finally:
         tracer.close()
-        written.result()
+        with suppress(TimeoutError):  # a target that hangs: the loop cancels the writer
+            written.result(TRACE_GRACE)
 
 
 def _tokenizer(directory: Path, config: dict[str, Any]) -> Any:

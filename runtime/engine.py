@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import warnings
+import weakref
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypedDict, Unpack
+from typing import Literal, Self, TypedDict, Unpack
 
 from ..io.errors import LoopClosed, MoestreamError
 from .api import Chunk, Generation, Statistics
@@ -39,6 +41,9 @@ class SamplingArguments(TypedDict, total=False):
     logprobs: int | None
 
 
+_open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
 class Engine:
     """A Mixture-of-Experts model whose experts are streamed from the drive.
 
@@ -51,6 +56,7 @@ class Engine:
         self._core = core
         self._totals = _Totals()
         self._closed = False
+        _open_engines.add(self)
 
     @classmethod
     async def open(
@@ -97,7 +103,7 @@ class Engine:
         thread: ComputeThread[Core] = ComputeThread(make_core)
         thread.start()
         try:
-            core = await asyncio.wrap_future(_copy(thread.ready))
+            core = await asyncio.wrap_future(thread.ready)
         except BaseException:
             given_up.set()
             thread.stop()
@@ -178,10 +184,16 @@ class Engine:
 
         Idempotent and bounded in time.
         """
+        self._begin_close()
+        await _finish(self._thread)
+
+    def _begin_close(self) -> None:
         self._closed = True
+        _open_engines.discard(self)
         self._core.stopping.set()
         self._thread.stop()
-        await _finish(self._thread)
+        # The compute thread may be waiting for a drive that never answers.
+        self._core.loop.stop()
 
     async def __aenter__(self) -> Self:
         return self
@@ -197,8 +209,7 @@ class Engine:
     def __del__(self) -> None:
         if not self._closed:
             warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=1, source=self)
-            self._core.stopping.set()
-            self._thread.stop()
+            self._begin_close()
 
 
 class _Totals:
@@ -286,7 +297,7 @@ class _GenerationJob:
         try:
             outcome = loop.run()
         except Exception as error:
-            outcome = Failed(_outcome(error))
+            outcome = Failed(EngineClosed() if core.stopping.is_set() else _outcome(error))
         except BaseException as error:
             request.post(Failed(EngineDead(error)))
             raise
@@ -295,7 +306,7 @@ class _GenerationJob:
         totals.end(loop, outcome)
         core.sample_memory()
         request.post(outcome)
-        if core.loop.failure is not None:
+        if core.loop.failure is not None and not core.stopping.is_set():
             raise core.loop.failure
 
     def abort(self, error: BaseException) -> None:
@@ -347,27 +358,9 @@ def _settings(
     )
 
 
-def _copy(future: Any) -> Any:
-    """A future that follows another one; cancelling it leaves the other one alone."""
-    from concurrent.futures import Future
-
-    follower: Future[Any] = Future()
-
-    def follow(done: Any) -> None:
-        if follower.set_running_or_notify_cancel():
-            error = done.exception()
-            if error is not None:
-                follower.set_exception(error)
-            else:
-                follower.set_result(done.result())
-
-    future.add_done_callback(follow)
-    return follower
-
-
 async def _finish(thread: ComputeThread[Core]) -> None:
     """Wait for the thread's end, also when the waiting task is cancelled meanwhile."""
-    finished = asyncio.wrap_future(_copy(thread.finished))
+    finished = asyncio.wrap_future(thread.finished)
     cancelled: asyncio.CancelledError | None = None
     while not finished.done():
         try:
@@ -377,3 +370,13 @@ async def _finish(thread: ComputeThread[Core]) -> None:
     thread.join()
     if cancelled is not None:
         raise cancelled
+
+
+def _close_left_engines() -> None:
+    for engine in list(_open_engines):
+        engine._begin_close()
+
+
+# The interpreter joins threads before it runs atexit functions, so a forgotten engine would keep
+# the process alive for ever. This hook runs before the join; it is what concurrent.futures uses.
+threading._register_atexit(_close_left_engines)  # type: ignore[attr-defined]

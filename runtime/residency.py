@@ -69,8 +69,19 @@ class Residency:
         return slot != NONE and not self._reading[slot]
 
     def room(self) -> int:
-        """How many distinct experts one call can hold at this moment."""
+        """How many absent experts a call can still take in at this moment."""
         return self.slots - self._pinned - self._unpinnable
+
+    def fits(self, experts: Sequence[int]) -> bool:
+        """Whether one call can hold all of these distinct experts at this moment."""
+        if len(experts) <= self.slots - self._pinned - self._unpinnable:
+            return True
+        # Those that are pinned or being read hold a slot that ``room`` does not count.
+        held = 0
+        for expert in experts:
+            slot = self._slot_of[expert]
+            held += slot != NONE and (self._pins[slot] > 0 or self._reading[slot] > 0)
+        return len(experts) - held <= self.room()
 
     # -- steps --------------------------------------------------------------------------------
 

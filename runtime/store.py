@@ -135,7 +135,7 @@ class ExpertStore:
         books = self.groups[group]
         counters = self.counters
         with self._lock:
-            if len(experts) > books.residency.room():
+            if not books.residency.fits(experts):
                 return None
             got = books.residency.acquire(experts)
             counters.hits += len(experts) - len(got.reads) - len(got.joins)

@@ -228,12 +228,17 @@ class ExpertStream:
         pending, counters = self._pending, self.step.counters
         before = time.perf_counter()
         counters.host_seconds += before - self._mark
-        mx.eval(*wanted, *[output for _, _, output in pending])
-        self._mark = after = time.perf_counter()
-        counters.sync_seconds += after - before
-        for group, slots, _ in pending:
-            self._store.release(group, slots)
-        pending.clear()
+        try:
+            mx.eval(*wanted, *[output for _, _, output in pending])
+        except BaseException:
+            mx.synchronize()  # a failed evaluation may have left others running
+            raise
+        finally:
+            self._mark = after = time.perf_counter()
+            counters.sync_seconds += after - before
+            for group, slots, _ in pending:
+                self._store.release(group, slots)
+            pending.clear()
 
 
 def flatten(nested: Any) -> list[int]:

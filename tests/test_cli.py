@@ -401,18 +401,18 @@ def test_chat_ends_when_a_first_message_cannot_fit(model: str) -> None:
 
 
 def test_chat_reports_a_read_error_and_goes_on(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = moestream.Engine.generate
+    original = moestream.Engine.stream
     calls = []
 
-    async def fails_once(engine: moestream.Engine, *args: Any, **kwargs: Any) -> Any:
+    def fails_once(engine: moestream.Engine, *args: Any, **kwargs: Any) -> Any:
         calls.append(args)
         if len(calls) == 1:
             raise moestream.ReadFailed(
                 layer=3, expert=7, component="w", path=Path("f"), offset=8, problem="broken"
             )
-        return await original(engine, *args, **kwargs)
+        return original(engine, *args, **kwargs)
 
-    monkeypatch.setattr(moestream.Engine, "generate", fails_once)
+    monkeypatch.setattr(moestream.Engine, "stream", fails_once)
     output, errors = call(
         *("chat", model, "--slots", "8", "--max-tokens", "3"), stdin="Hello\nHello\n"
     )

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-
 from scripts.make_checkpoint import Shape, make_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
