@@ -59,5 +59,12 @@ class ReadFailed(MoestreamError):
         self.problem = problem
 
 
+class ReadsPurged(MoestreamError):
+    """The queued reads of a request were dropped because it was cancelled. Never escapes."""
+
+    def __init__(self) -> None:
+        super().__init__("the request was cancelled before its reads began")
+
+
 class LoopClosed(MoestreamError):
     """The I/O loop has been closed, or has died, and takes no more reads."""

@@ -4,57 +4,127 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from .errors import LoopClosed
-from .queue import ReadQueue
-
-Key = tuple[int, int]
-"""(group, expert): index of the MoE layer, index of the expert in it."""
+from .errors import LoopClosed, ReadsPurged
+from .queue import Entry, Key, ReadQueue
 
 
 class ReadHost(Protocol):
     """Whoever owns the slots that reads go into.
 
     ``begin``, ``finish`` and ``dropped`` run on the loop thread and must be short; ``read`` runs in
-    a lane thread and blocks. Each key that was asked for ends in exactly one ``finish`` or
-    ``dropped``.
+    a lane thread and blocks. Each key that was asked for ends in exactly one ``finish``,
+    ``dropped`` or ``void``.
     """
 
-    def begin(self, key: Key) -> int | None:
+    def begin(self, entry: Entry) -> int | None:
         """The slot to read into, or None when the read is not wanted (any more)."""
 
-    def read(self, key: Key, slot: int) -> int:
-        """Read the record into the slot; returns the bytes read."""
+    def jobs(self, key: Key) -> Sequence[int]:
+        """Bytes of the jobs that a read consists of; the lanes take them one by one."""
+
+    def read(self, key: Key, slot: int, job: int) -> int:
+        """Do one job of a read into the slot; returns the bytes read."""
 
     def finish(self, key: Key, slot: int, nbytes: int, error: BaseException | None) -> None:
         """The read has ended; nothing writes into the slot any more unless it was abandoned."""
 
     def dropped(self, keys: Sequence[Key], reason: BaseException | None) -> None:
-        """These reads will never start."""
+        """These demands will never be read."""
+
+    def void(self, keys: Sequence[Key]) -> None:
+        """These guesses will never be read. A demand for one of them may be on its way already."""
+
+
+class Guess(NamedTuple):
+    """An expert that may be needed.
+
+    Attributes:
+        key: (group, expert).
+        position: absolute index of the layer call that may need it.
+        probability: calibrated chance that it will, in (0, 1].
+    """
+
+    key: Key
+    position: int
+    probability: float
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One message to the loop: what a layer needs now.
+    """One message to the loop: what a layer needs now, and what later ones may.
 
     Attributes:
         owner: request that asks.
         position: absolute index of the layer call, see ``ReadQueue``.
         demands: keys that the compute thread waits for.
+        joins: keys that it waits for, too, whose read has begun as a guess.
+        guesses: keys that may be needed.
+        grant: bytes of guesses that may be begun until the next message, once the demands are read.
     """
 
     owner: Hashable
     position: int
-    demands: tuple[Key, ...]
+    demands: tuple[Key, ...] = ()
+    joins: tuple[Key, ...] = ()
+    guesses: tuple[Guess, ...] = ()
+    grant: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Purge:
+    """One message to the loop: a request has ended, nobody wants its queued reads."""
+
+    owner: Hashable
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    """A read that has begun: its jobs go to the lanes one by one."""
+
+    key: Key
+    slot: int
+    demand: bool
+    jobs: Sequence[int]
+    done: asyncio.Future[None]
+    next: int = 0
+    running: int = 0
+    nbytes: int = 0
+    error: BaseException | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a job has not been given to a lane."""
+        return self.error is None and self.next < len(self.jobs)
+
+
+@dataclass(frozen=True, slots=True)
+class DriveStatistics:
+    """What the lanes have done.
+
+    Attributes:
+        busy_seconds: time with at least one job running.
+        bytes_read: by all jobs.
+        delayed_bytes: of guesses that were running when a demand came: the demand shared the drive
+            with them.
+        bandwidth: bytes per second while busy, the recent past weighted most; 0.0 at first.
+    """
+
+    busy_seconds: float
+    bytes_read: int
+    delayed_bytes: int
+    bandwidth: float
 
 
 class IoLoop:
@@ -63,19 +133,36 @@ class IoLoop:
     Contract across the threads: ``submit`` either raises ``LoopClosed`` at once, or each of its
     keys reaches ``finish`` or ``dropped`` of the host, also when the loop dies.
 
+    Jobs are given out in this order: of demands that have begun, of demands in the queue, of
+    guesses that have begun, of guesses in the queue. The last two only while no demand is unfinished and on
+    a few lanes, so that a demand finds the drive nearly free; and a guess begins only on credit,
+    which the compute thread grants with each message (how, is decided there).
+
     Args:
         host: owner of the slots.
-        lanes: reads in flight at once, each in a thread of its own.
+        lanes: jobs in flight at once, each in a thread of its own.
+        guess_lanes: how many of them guesses may use; None for a quarter.
+        lookahead_price: see ``ReadQueue``.
         grace: seconds that ``__exit__`` waits for running reads before it abandons them.
     """
 
-    def __init__(self, host: ReadHost, *, lanes: int, grace: float = 5.0) -> None:
+    def __init__(
+        self,
+        host: ReadHost,
+        *,
+        lanes: int,
+        guess_lanes: int | None = None,
+        lookahead_price: float = 0.5,
+        grace: float = 5.0,
+    ) -> None:
         self._host = host
         self._lanes = lanes
+        self._guess_lanes = max(lanes // 4, 1) if guess_lanes is None else min(guess_lanes, lanes)
         self._grace = grace
-        self._queue = ReadQueue()
-        self._lock = threading.Lock()  # guards _inbox, _awake, _closed and _stopped
-        self._inbox: deque[Ask] = deque()
+        self._queue = ReadQueue(lookahead_price)
+        # Reentrant: a garbage collection inside `submit` may run the `stop` of another engine.
+        self._lock = threading.RLock()  # guards _inbox, _awake, _closed and _stopped
+        self._inbox: deque[Ask | Purge] = deque()
         self._awake = False
         self._stopped = False
         self._closed = False
@@ -83,6 +170,14 @@ class IoLoop:
         self._failure: BaseException | None = None
         self._abandoned = False
         self._running: set[asyncio.Task[None]] = set()
+        self._reads: dict[Key, _Read] = {}
+        self._demands: deque[_Read] = deque()  # those with jobs left
+        self._guesses: deque[_Read] = deque()
+        self._deferred: dict[Key, tuple[Hashable, int]] = {}
+        self._unfinished = 0  # demands among the reads
+        self._busy = [0, 0]  # lanes that work on guesses, on demands
+        self._credit = 0.0
+        self._meter = _Meter()
         self._stack = ExitStack()
         self._portal: BlockingPortal
         self._loop: asyncio.AbstractEventLoop
@@ -145,7 +240,20 @@ class IoLoop:
         """What killed the loop, if anything did."""
         return self._failure
 
-    def submit(self, ask: Ask) -> None:
+    def statistics(self) -> DriveStatistics:
+        """What the lanes have done. Cheap; from any thread."""
+        return self._meter.statistics()
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second of the recent past while busy; 0.0 at first."""
+        return self._meter.bandwidth
+
+    def depths(self) -> tuple[int, int, int, int]:
+        """Demands and guesses in the queue, and lanes that work on demands and on guesses."""
+        return self._queue.demands, self._queue.guesses, self._busy[True], self._busy[False]
+
+    def submit(self, ask: Ask | Purge) -> None:
         """Hand one message to the loop. Cheap; never blocks on I/O.
 
         Raises:
@@ -196,37 +304,139 @@ class IoLoop:
             self._awake = False
             messages = list(self._inbox)
             self._inbox.clear()
-        for ask in messages:
-            for key in ask.demands:
-                self._queue.demand(key, ask.owner, ask.position)
+        for message in messages:
+            if isinstance(message, Purge):
+                self._give_up(self._queue.remove_owner(message.owner), ReadsPurged())
+            else:
+                self._give_up(self._take(message), None)
+
+    def _take(self, ask: Ask) -> list[Entry]:
+        """Queue what a message asks for; returns the guesses that it makes void."""
+        queue = self._queue
+        for key in ask.demands:
+            if key in self._reads:  # a guess is on its way to another place: when it has ended
+                self._deferred[key] = (ask.owner, ask.position)
+                self._promote(key)
+            else:
+                queue.demand(key, ask.owner, ask.position)
+        for key in ask.joins:
+            self._promote(key)
+        if (ask.demands or ask.joins) and self._busy[False]:
+            self._meter.delayed_bytes += sum(
+                read.jobs[read.next - 1] * read.running
+                for read in self._reads.values()
+                if not read.demand and read.running
+            )
+        for guess in ask.guesses:
+            if guess.key not in self._reads:
+                queue.speculate(guess.key, ask.owner, guess.position, guess.probability)
+        # Idle time cannot be saved up: what was not used before this message is gone.
+        self._credit = min(self._credit, 0.0) + ask.grant
+        return queue.drop_stale(ask.position + 1)
+
+    def _promote(self, key: Key) -> None:
+        read = self._reads.get(key)
+        if read is not None and not read.demand:
+            read.demand = True
+            self._unfinished += 1
+            if read in self._guesses:
+                self._guesses.remove(read)
+                self._demands.append(read)
 
     def _dispatch(self) -> None:
-        while len(self._running) < self._lanes:
-            entry = self._queue.peek()
-            if entry is None:
+        while sum(self._busy) < self._lanes:
+            read = self._next()
+            if read is None:
                 return
-            slot = self._host.begin(entry.key)  # if it raises, `_die` finds the entry in the queue
-            self._queue.pop()
-            if slot is None:
-                self._host.dropped([entry.key], None)
-                continue
-            task = self._loop.create_task(self._read(entry.key, slot))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
+            self._start_job(read)
 
-    async def _read(self, key: Key, slot: int) -> None:
-        nbytes = 0
-        error: BaseException | None = None
+    def _next(self) -> _Read | None:
+        """The read whose next job a free lane should do."""
+        while self._demands or self._queue.demands:
+            read = self._demands[0] if self._demands else self._begin()
+            if read is not None:
+                return read
+        # A promoted read that is nearly through leaves the drive to itself, too.
+        if self._unfinished or self._busy[False] >= self._guess_lanes:
+            return None
+        while self._guesses or (self._credit > 0 and len(self._queue)):
+            read = self._guesses[0] if self._guesses else self._begin()
+            if read is not None:
+                return read
+        return None
+
+    def _begin(self) -> _Read | None:
+        entry = self._queue.peek()
+        assert entry is not None
+        slot = self._host.begin(entry)  # if it raises, `_die` finds the entry in the queue
+        self._queue.pop()
+        if slot is None:
+            self._give_up([entry], None)
+            return None
+        jobs = self._host.jobs(entry.key)
+        read = _Read(entry.key, slot, entry.demand, jobs, self._loop.create_future())
+        self._reads[entry.key] = read
+        if entry.demand:
+            self._unfinished += 1
+            self._demands.append(read)
+        else:
+            self._credit -= sum(jobs)
+            self._guesses.append(read)
+        task = self._loop.create_task(self._read(read))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return read
+
+    def _start_job(self, read: _Read) -> None:
+        job, demand = read.next, read.demand
+        read.next += 1
+        read.running += 1
+        if not read.waiting:
+            (self._demands if demand else self._guesses).remove(read)
+        self._busy[demand] += 1
+        self._meter.start(sum(self._busy))
+        future = self._loop.run_in_executor(
+            self._executor, self._host.read, read.key, read.slot, job
+        )
+        future.add_done_callback(partial(self._end_job, read, demand))
+
+    def _end_job(self, read: _Read, demand: bool, future: asyncio.Future[int]) -> None:
+        self._busy[demand] -= 1
+        read.running -= 1
+        if future.cancelled():
+            read.error = read.error or LoopClosed("the I/O loop was closed before the read")
+        elif (error := future.exception()) is not None:
+            read.error = read.error or error
+        else:
+            read.nbytes += future.result()
+            self._meter.add(future.result())
+        self._meter.stop(sum(self._busy))
+        if read.error is not None:
+            for reads in (self._demands, self._guesses):
+                if read in reads:
+                    reads.remove(read)
+        if not read.running and not read.waiting and not read.done.done():
+            read.done.set_result(None)
         try:
-            nbytes = await self._loop.run_in_executor(self._executor, self._host.read, key, slot)
+            self._dispatch()
+        except BaseException as fatal:
+            self._die(fatal)
+
+    async def _read(self, read: _Read) -> None:
+        try:
+            await read.done
         except asyncio.CancelledError:
             self._abandoned = True
-            error = LoopClosed("the I/O loop was closed while the drive did not answer")
-        except BaseException as caught:
-            error = caught
+            read.error = LoopClosed("the I/O loop was closed while the drive did not answer")
         self._running.discard(_current_task())
+        del self._reads[read.key]
+        self._unfinished -= read.demand
         try:
-            self._host.finish(key, slot, nbytes, error)
+            self._host.finish(read.key, read.slot, read.nbytes, read.error)
+            if read.key in self._deferred:
+                self._queue.demand(read.key, *self._deferred.pop(read.key))
+                if self._closed:
+                    self._drop_all(LoopClosed("the I/O loop has been closed"))
             self._dispatch()
         except BaseException as fatal:
             self._die(fatal)
@@ -239,9 +449,55 @@ class IoLoop:
         self._drop_all(LoopClosed(f"the I/O loop died: {error!r}"))
 
     def _drop_all(self, reason: BaseException) -> None:
-        keys = [entry.key for entry in self._queue.clear()]
-        if keys:
-            self._host.dropped(keys, reason)
+        self._give_up(self._queue.clear(), reason)
+
+    def _give_up(self, entries: Sequence[Entry], reason: BaseException | None) -> None:
+        demands = [entry.key for entry in entries if entry.demand]
+        guesses = [entry.key for entry in entries if not entry.demand]
+        if demands:
+            self._host.dropped(demands, reason)
+        if guesses:
+            self._host.void(guesses)
+
+
+class _Meter:
+    """Measures the drive on the loop thread; read by others."""
+
+    WINDOW = 0.25  # busy seconds behind which the past weighs half (arbitrary)
+
+    def __init__(self) -> None:
+        self.busy_seconds = 0.0
+        self.bytes_read = 0
+        self.delayed_bytes = 0
+        self.bandwidth = 0.0
+        self._since = 0.0
+        self._recent_bytes = 0.0
+        self._recent_seconds = 0.0
+
+    def start(self, running: int) -> None:
+        if running == 1:
+            self._since = time.perf_counter()
+
+    def add(self, nbytes: int) -> None:
+        self.bytes_read += nbytes
+        self._recent_bytes += nbytes
+
+    def stop(self, running: int) -> None:
+        if running:
+            return
+        busy = time.perf_counter() - self._since
+        self.busy_seconds += busy
+        self._recent_seconds += busy
+        if self._recent_seconds > 0.0:
+            self.bandwidth = self._recent_bytes / self._recent_seconds
+        if self._recent_seconds > self.WINDOW:
+            self._recent_seconds /= 2
+            self._recent_bytes /= 2
+
+    def statistics(self) -> DriveStatistics:
+        return DriveStatistics(
+            self.busy_seconds, self.bytes_read, self.delayed_bytes, self.bandwidth
+        )
 
 
 async def _running_loop() -> asyncio.AbstractEventLoop:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from .errors import ReadFailed
-from .records import Component, Record, Run
+from .records import Component, Part, Record, Run
 
 Preadv = Callable[[int, Sequence[memoryview], int], int]
 
@@ -80,12 +80,36 @@ class RecordReader:
         Raises:
             ReadFailed: with layer, expert, file and offset; the rows then hold anything.
         """
-        record = self._records[group]
-        for run in record.runs:
-            self._read_run(record, run, expert, rows)
-        return record.stored_bytes
+        jobs = range(len(self._records[group].jobs))
+        return sum(self.read_job(group, expert, job, rows) for job in jobs)
 
-    def _read_run(self, record: Record, run: Run, expert: int, rows: Sequence[memoryview]) -> None:
+    def read_job(self, group: int, expert: int, job: int, rows: Sequence[memoryview]) -> int:
+        """Fill what one job of ``Record.jobs`` covers; otherwise as ``read``."""
+        record = self._records[group]
+        parts = record.jobs[job]
+        for part in parts:
+            self._read_part(record, part, expert, rows)
+        return sum(part.nbytes for part in parts)
+
+    def warm_job(self, group: int, expert: int, job: int) -> int:
+        """Bring what one job covers into the page cache, if the system takes such advice.
+
+        Returns:
+            Bytes asked for.
+        """
+        parts = self._records[group].jobs[job]
+        for part in parts:
+            run = part.run
+            offset = run.offset + expert * run.stride + part.begin
+            if hasattr(os, "posix_fadvise"):
+                descriptor = self._buffered[run.path]
+                os.posix_fadvise(descriptor, offset, part.nbytes, os.POSIX_FADV_WILLNEED)
+        return sum(part.nbytes for part in parts)
+
+    def _read_part(
+        self, record: Record, part: Part, expert: int, rows: Sequence[memoryview]
+    ) -> None:
+        run = part.run
         scratch = self._scratch() if self._scratch_bytes else None
         buffers: list[memoryview] = []
         widen: list[tuple[Component, memoryview, memoryview]] = []
@@ -94,15 +118,17 @@ class RecordReader:
             component = record.components[index]
             if component.widened:
                 assert scratch is not None
-                part = scratch[used : used + component.stored_bytes]
+                narrow = scratch[used : used + component.stored_bytes]
                 used += component.stored_bytes
-                buffers.append(part)
-                widen.append((component, part, rows[index]))
+                buffers.append(narrow)
+                widen.append((component, narrow, rows[index]))
             else:
                 buffers.append(rows[index])
-        offset = run.offset + expert * run.stride
+        if part.nbytes < run.nbytes:
+            buffers = span(buffers, part.begin, part.end)
+        offset = run.offset + expert * run.stride + part.begin
         try:
-            self._fill(run, buffers, offset)
+            self._fill(run, buffers, offset, part.nbytes)
         except (OSError, EOFError) as error:
             component = record.components[run.members[0]]
             raise ReadFailed(
@@ -113,10 +139,10 @@ class RecordReader:
                 offset=offset,
                 problem=_reason(error),
             ) from error
-        for component, part, row in widen:
-            widen_into(part, component.stored, row)
+        for component, narrow, row in widen:
+            widen_into(narrow, component.stored, row)
 
-    def _fill(self, run: Run, buffers: list[memoryview], offset: int) -> None:
+    def _fill(self, run: Run, buffers: list[memoryview], offset: int, nbytes: int) -> None:
         descriptor = self._direct.get(run.path) if run.direct else None
         if descriptor is not None:
             try:
@@ -128,16 +154,16 @@ class RecordReader:
                 # lanes may be inside a read of this descriptor, so it stays open until `close`.
                 self._direct.pop(run.path, None)
                 done = 0
-            if done == run.nbytes:
+            if done == nbytes:
                 return
         else:
             done = self._preadv(self._buffered[run.path], buffers, offset)
         # Short reads are completed through the page cache: a direct remainder is unaligned.
-        while done < run.nbytes:
+        while done < nbytes:
             rest = remaining(buffers, done)
             more = self._preadv(self._buffered[run.path], rest, offset + done)
             if more <= 0:
-                raise EOFError(f"the file ends {run.nbytes - done} bytes early")
+                raise EOFError(f"the file ends {nbytes - done} bytes early")
             done += more
 
     def _scratch(self) -> memoryview:
@@ -180,6 +206,19 @@ def remaining(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
             rest.append(buffer[done:] if done else buffer)
             done = 0
     return rest
+
+
+def span(buffers: Sequence[memoryview], begin: int, end: int) -> list[memoryview]:
+    """The parts of ``buffers`` that hold bytes ``begin`` to ``end`` of all of them in a row."""
+    rest = remaining(buffers, begin)
+    left = end - begin
+    part: list[memoryview] = []
+    for buffer in rest:
+        if left <= 0:
+            break
+        part.append(buffer[:left])
+        left -= len(buffer)
+    return part
 
 
 def widen_into(source: memoryview, stored: str, row: memoryview) -> None:

@@ -89,6 +89,25 @@ class Run:
     direct: bool
 
 
+JOB_BYTES = 1 << 20
+"""What one lane reads at once (arbitrary; from 512 KiB on drives are near their peak): large
+records are read by several lanes, and a demand never waits long behind a guess."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Bytes ``begin`` to ``end`` of a run: one read."""
+
+    run: Run
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the read."""
+        return self.end - self.begin
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """The experts of one MoE layer as they lie on disk.
@@ -97,16 +116,20 @@ class Record:
         layer: number of the transformer layer, for messages.
         experts: how many experts the layer has.
         components: the tensors of an expert.
-        runs: the reads that fetch one expert, in file order (derived).
+        runs: neighbouring components, in file order (derived).
+        jobs: the reads of one expert as the lanes take them, each about ``JOB_BYTES`` (derived).
     """
 
     layer: int
     experts: int
     components: tuple[Component, ...]
     runs: tuple[Run, ...] = field(init=False)
+    jobs: tuple[tuple[Part, ...], ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "runs", merge_runs(self.components))
+        runs = merge_runs(self.components)
+        object.__setattr__(self, "runs", runs)
+        object.__setattr__(self, "jobs", divide_runs(runs, self.components))
 
     @property
     def stored_bytes(self) -> int:
@@ -152,3 +175,31 @@ def _run(components: Sequence[Component], members: Sequence[int]) -> Run:
         members=tuple(members),
         direct=all(components[i].direct for i in members),
     )
+
+
+def divide_runs(
+    runs: Sequence[Run], components: Sequence[Component], job_bytes: int = JOB_BYTES
+) -> tuple[tuple[Part, ...], ...]:
+    """Cut long runs at page boundaries and put short ones together, into jobs for the lanes.
+
+    A widened component is never cut: it is read whole before it is widened.
+    """
+    parts = [part for run in runs for part in _cut(run, components, job_bytes)]
+    jobs: list[list[Part]] = []
+    filled = job_bytes
+    for part in parts:
+        if filled + part.nbytes > job_bytes:
+            jobs.append([])
+            filled = 0
+        jobs[-1].append(part)
+        filled += part.nbytes
+    return tuple(tuple(job) for job in jobs)
+
+
+def _cut(run: Run, components: Sequence[Component], job_bytes: int) -> list[Part]:
+    if run.nbytes <= job_bytes or any(components[i].widened for i in run.members):
+        return [Part(run, 0, run.nbytes)]
+    # Equal pieces, so that no lane is left with a long or a tiny one.
+    count = -(-run.nbytes // job_bytes)
+    step = -(-run.nbytes // count // PAGE) * PAGE
+    return [Part(run, at, min(at + step, run.nbytes)) for at in range(0, run.nbytes, step)]

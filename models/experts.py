@@ -28,6 +28,7 @@ class ExpertSite:
         path: dotted path in the model, e.g. ``model.layers.3.mlp.switch_mlp``.
         module: mlx-lm's SwitchGLU or SwitchMLP.
         layer: number of the transformer layer.
+        experts: how many it holds; the module itself forgets it when it gets slot pools.
     """
 
     parent: Any
@@ -35,11 +36,7 @@ class ExpertSite:
     path: str
     module: nn.Module
     layer: int
-
-    @property
-    def experts(self) -> int:
-        """How many experts the module holds."""
-        return int(next(iter(projections(self.module).values())).num_experts)
+    experts: int
 
     def put(self, replacement: Any) -> None:
         """Let the model call ``replacement(x, indices)`` instead of the module."""
@@ -69,7 +66,8 @@ def find_sites(model: nn.Module) -> list[ExpertSite]:
                 parts = [prefix, attribute] if module is child else [prefix, attribute, str(name)]
                 path = ".".join(part for part in parts if part)
                 owner = parent if module is child else child
-                sites.append(ExpertSite(owner, str(name), path, module, _layer_of(path)))
+                experts = int(next(iter(projections(module).values())).num_experts)
+                sites.append(ExpertSite(owner, str(name), path, module, _layer_of(path), experts))
     return sites
 
 

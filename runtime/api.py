@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -38,8 +39,8 @@ class GenerationStats:
         misses: those that had to be waited for.
         bytes_read: read from the drive for this request's misses.
         stall_seconds: time that the compute thread waited for reads.
-        sync_seconds: time in the layer syncs, that is mostly compute.
-        host_seconds: Python between the layer syncs.
+        sync_seconds: time inside MLX's evaluations, that is mostly compute.
+        host_seconds: Python between them: building the graph, residency, hand-off.
         syncs: layer syncs.
         waves: parts of calls that routed to more experts than there were slots.
     """
@@ -105,6 +106,49 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefetchStatistics:
+    """What reading ahead has done since the engine was opened.
+
+    Attributes:
+        predictions: ranked lists made.
+        recall: distance -> (share of the routed experts found among as many candidates, share
+            found among all candidates).
+        guesses: experts asked for ahead.
+        begun: of these, reads that began; others were overtaken, stale, refused, not admitted.
+        refused: guesses that found no slot to take.
+        used, wasted: guesses read that were then routed to, or given up before.
+        late, evicted, unpredicted: experts that were waited for, by cause.
+        share: of the drive's idle time that guesses may use now (the governor's rule).
+        pays: whether guesses have made tokens faster, by trial.
+        seconds_with, seconds_without: mean time of a token with and without guesses; 0.0 while
+            untried.
+        layers_off: layers whose guesses are switched off at the moment.
+        windows: layer -> median seconds from the begin of a guess until it was there (``profile``).
+        drive_busy_seconds: time in which at least one lane was reading.
+        drive_bandwidth: bytes per second while it was busy, of late.
+    """
+
+    predictions: int = 0
+    recall: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    guesses: int = 0
+    begun: int = 0
+    refused: int = 0
+    used: int = 0
+    wasted: int = 0
+    late: int = 0
+    evicted: int = 0
+    unpredicted: int = 0
+    share: float = 0.0
+    pays: bool = False
+    seconds_with: float = 0.0
+    seconds_without: float = 0.0
+    layers_off: tuple[int, ...] = ()
+    windows: Mapping[int, float] = field(default_factory=dict)
+    drive_busy_seconds: float = 0.0
+    drive_bandwidth: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Statistics:
     """Totals of an engine since it was opened. Seconds, bytes and counts.
 
@@ -127,9 +171,11 @@ class Statistics:
         slot_bytes: memory of all slot pools.
         trunk_bytes: memory of trunk and resident layers.
         memory_bytes: memory held by MLX at this moment.
-        peak_memory_bytes: largest value of it.
+        peak_memory_bytes: largest value seen; MLX's own peak counts the whole process.
         trace_events_dropped: events that did not fit the trace buffer.
         trace_error: why tracing stopped, if it did.
+        wasted_bytes: read for guesses that were given up unused.
+        prefetch: what reading ahead has done.
     """
 
     requests_running: int
@@ -160,6 +206,8 @@ class Statistics:
     peak_memory_bytes: int
     trace_events_dropped: int
     trace_error: str | None
+    wasted_bytes: int
+    prefetch: PrefetchStatistics
 
     @property
     def hit_rate(self) -> float:

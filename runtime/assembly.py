@@ -190,7 +190,8 @@ def _measure(
     inner = max(_inner_width(use.site) for use in uses)
     return ModelSize(
         layers=layers,
-        trunk_bytes=everything - experts,
+        # With the folded routers that predictions use.
+        trunk_bytes=everything - experts + sum(layer.experts for layer in layers) * hidden * item,
         kv_fixed_bytes=fixed,
         kv_token_bytes=growing,
         # About six hidden-sized arrays of a block at once, and per routed expert its sorted input,

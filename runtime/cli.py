@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from . import cli_options as options
+from . import trace_cli
 from .terminal import note, show_error
 
 if TYPE_CHECKING:
@@ -278,6 +279,9 @@ def demo(
         typer.echo(f"\nThe runs differ from token {comparison.first_difference} on.")
     typer.echo("Next: moestream plan path/to/model --memory 8GB")
     typer.echo("      moestream run path/to/model --memory 8GB -p 'Once upon a time'")
+
+
+app.add_typer(trace_cli.app, name="trace")
 
 
 def _print_json(value: dict[str, Any]) -> None:

@@ -2,21 +2,74 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import re
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from .plan import parse_size
 
 DEBUG = "moestream.debug"
 """Key of the debug switch in the context that all commands of one call share."""
 
-_MODEL, _SAMPLING, _ENGINE = "Input", "Sampling", "Memory and reading"
+MEMORY = "moestream.memory"
+"""Key of the text given for --memory in the same place."""
+
+PAGE = 4096
+"""What sizes of reads are multiples of."""
+
+_SAMPLING, _ENGINE = "Sampling", "Memory and reading"
+_NO_VALUE = ""  # metavar of flags, for which typer would write "<bool>"
+
+
+class Command(TyperCommand):
+    """A command whose --help is shown as the flag that it is."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        return _as_flag(super().get_help_option(ctx))
+
+
+class Group(TyperGroup):
+    """The same for a group of commands."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        return _as_flag(super().get_help_option(ctx))
+
+
+def _as_flag(option: Any) -> Any:
+    if option is not None:
+        option.metavar = _NO_VALUE
+    return option
 
 
 def _remember_debug(context: typer.Context, value: bool) -> bool:
     context.meta[DEBUG] = value or context.meta.get(DEBUG, False)
     return value
+
+
+def _remember_memory(context: typer.Context, value: str | None) -> str | None:
+    context.meta[MEMORY] = value
+    return value
+
+
+def forgotten_unit(memory: str | None) -> str | None:
+    """What was meant by a size such as "8", which no model fits; None for other sizes."""
+    if memory is None or re.fullmatch(r"[0-9]{1,5}(\.[0-9]+)?", memory.strip()) is None:
+        return None
+    return f"{memory.strip()}GB"
+
+
+def flag(name: str, help: str, **more: Any) -> Any:  # noqa: A002
+    """An option that takes no value."""
+    return typer.Option(name, metavar=_NO_VALUE, help=help, **more)
+
+
+def _read_size(value: str) -> int:
+    size = _size(value)
+    if size % PAGE:
+        raise typer.BadParameter(f"{value!r} must be a multiple of 4KiB")
+    return size
 
 
 def _size(value: str) -> int:
@@ -26,8 +79,8 @@ def _size(value: str) -> int:
         raise typer.BadParameter(f"{value!r} is not a size; give a text like '8GB'") from error
 
 
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.", callback=_remember_debug)]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Debug = Annotated[bool, flag("--debug", "Show tracebacks.", callback=_remember_debug)]
+Json = Annotated[bool, flag("--json", "Print one JSON object and nothing else.")]
 
 Model = Annotated[str, typer.Argument(help="Directory of a model, or its id on the Hub.")]
 
@@ -68,7 +121,7 @@ Stop = Annotated[
 ]
 IgnoreEos = Annotated[
     bool,
-    typer.Option("--ignore-eos", help="Go on behind the end token.", rich_help_panel=_SAMPLING),
+    flag("--ignore-eos", "Go on behind the end token.", rich_help_panel=_SAMPLING),
 ]
 
 Memory = Annotated[
@@ -77,6 +130,7 @@ Memory = Annotated[
         metavar="SIZE",
         help="Memory for the whole process, such as 8GB, or 'all' to hold every expert; "
         "otherwise a share of what is free.",
+        callback=_remember_memory,
         rich_help_panel=_ENGINE,
     ),
 ]
@@ -88,35 +142,42 @@ Slots = Annotated[
         rich_help_panel=_ENGINE,
     ),
 ]
+DemoSlots = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        show_default="a quarter of them",
+        help="Experts to hold per layer in the first run.",
+    ),
+]
 Context = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Most tokens of prompt and answer together; at most 4096 unless given.",
+        help="Most tokens of prompt and answer together; unless given 4096, or the model's own "
+        "limit where that is less.",
         rich_help_panel=_ENGINE,
     ),
 ]
 Dtype = Annotated[
-    str | None,
+    Literal["float32", "checkpoint"] | None,
     typer.Option(
-        metavar="float32|checkpoint",
         help="Type to compute in; chosen by the device unless given.",
         rich_help_panel=_ENGINE,
     ),
 ]
 NoDirect = Annotated[
     bool,
-    typer.Option("--no-direct", help="Read through the page cache.", rich_help_panel=_ENGINE),
+    flag("--no-direct", "Read through the page cache.", rich_help_panel=_ENGINE),
 ]
 Lanes = Annotated[
     int | None,
     typer.Option(min=1, help="Reads in flight at once.", rich_help_panel=_ENGINE),
 ]
 Prefetch = Annotated[
-    str | None,
+    Literal["on", "off"],
     typer.Option(
-        metavar="off",
-        help="'off' reads experts only when they are routed to.",
+        help="'off' reads experts only when they are routed to, 'on' also ahead where that pays.",
         rich_help_panel=_ENGINE,
     ),
 ]
@@ -124,7 +185,7 @@ Trace = Annotated[
     str | None,
     typer.Option(metavar="FILE", help="Write a trace of every event.", rich_help_panel=_ENGINE),
 ]
-NoStats = Annotated[bool, typer.Option("--no-stats", help="Print no figures behind the answer.")]
+NoStats = Annotated[bool, flag("--no-stats", "Print no figures behind the answer.")]
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="System message of the chat.")]
 
 FileSize = Annotated[
@@ -133,6 +194,7 @@ FileSize = Annotated[
         "--size",
         metavar="SIZE",
         parser=_size,
+        show_default="1GiB",
         help="Size of the temporary file; at most so much of an existing file is read in a pass.",
     ),
 ]
@@ -141,12 +203,22 @@ ReadSizes = Annotated[
     typer.Option(
         "--read-size",
         metavar="SIZE",
-        parser=_size,
-        help="Size of a read, such as 64KiB; may be repeated.",
+        parser=_read_size,
+        show_default="64KiB, 512KiB, 2MiB, 8MiB",
+        help="Size of a read; may be repeated.",
     ),
 ]
 Depths = Annotated[
     list[int] | None,
-    typer.Option("--depth", min=1, help="Reads in flight; may be repeated."),
+    typer.Option(
+        "--depth",
+        metavar="INTEGER",
+        min=1,
+        show_default="1, 2, 4, 8, 16",
+        help="Reads in flight; may be repeated.",
+    ),
 ]
-Seconds = Annotated[float | None, typer.Option(help="How long each combination is measured.")]
+Seconds = Annotated[
+    float | None,
+    typer.Option(min=0.001, show_default="0.4", help="How long each combination is measured."),
+]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -108,6 +109,8 @@ class ComputeThread(Generic[Core]):
                     self._refuse_all()
         except BaseException as error:
             failure = error
+            # The frames hold models and descriptors, and the caller may keep the error.
+            traceback.clear_frames(error.__traceback__)
         self._refuse_all()
         if failure is not None and not self.ready.done():
             self.ready.set_exception(failure)

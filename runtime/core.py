@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_tokenizer
 
 from ..io.loop import IoLoop
 from ..io.reader import RecordReader
 from ..io.records import Record
 from ..models.experts import SiteUse, install_parameters
+from ..models.lookahead import build_predictor
 from ..models.switch import StreamingSwitch
 from .assembly import (
     Blueprint,
@@ -30,12 +34,16 @@ from .assembly import (
 from .errors import TraceUnwritable
 from .generation import LoadedModel
 from .hub import resolve_model
-from .machine import automatic_budget, resident_bytes
+from .machine import automatic_budget, process_bytes, return_memory
 from .plan import CACHE_BYTES, Plan, fitting_chunk, make_plan, parse_size
+from .prefetch import OFF, PrefetchConfig
+from .readahead import ReadAhead
 from .store import ExpertStore
 from .streaming import ExpertStream
 from .streams import leased_streams
 from .tracing import Tracer
+
+logger = logging.getLogger("moestream")
 
 DEFAULT_CONTEXT = 4096
 TRACE_GRACE = 5.0
@@ -57,6 +65,8 @@ class Settings:
     direct: bool = True
     lanes: int = DEFAULT_LANES
     trace: Path | None = None
+    prefetch: PrefetchConfig = OFF
+    calibration: Path | None = None
 
 
 @dataclass(slots=True)
@@ -69,6 +79,7 @@ class Core:
         store: residency and pools of the streamed layers.
         loop: performs the reads.
         tracer: records events.
+        ahead: predicts and reads ahead, if that is wanted and possible.
         trunk_bytes: parameters held for good.
         stopping: set when the engine is being closed.
         memory_bytes, peak_memory_bytes: held by MLX when last looked at.
@@ -79,6 +90,7 @@ class Core:
     store: ExpertStore
     loop: IoLoop
     tracer: Tracer
+    ahead: ReadAhead | None
     trunk_bytes: int
     stopping: threading.Event = field(default_factory=threading.Event)
     memory_bytes: int = 0
@@ -87,7 +99,16 @@ class Core:
     def sample_memory(self) -> None:
         """Look at MLX's memory. Compute thread only."""
         self.memory_bytes = mx.get_active_memory() + mx.get_cache_memory()
-        self.peak_memory_bytes = mx.get_peak_memory()
+        peak = max(mx.get_peak_memory(), self.memory_bytes)
+        self.peak_memory_bytes = max(self.peak_memory_bytes, peak)
+
+    def release(self) -> None:
+        """Let go of model and pools; books and counters stay for whoever asks. Compute thread."""
+        self.loaded.model = self.loaded.tokenizer = None
+        self.loaded.stream.release()
+        for group in self.store.groups:
+            group.pool.release()
+        self.ahead = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +159,7 @@ def plan_model(blueprint: Blueprint, settings: Settings) -> Plan:
     return make_plan(
         blueprint.size,
         budget=budget,
-        process_bytes=resident_bytes(),
+        process_bytes=process_bytes(),
         context=context,
         slots=slots,
     )
@@ -155,21 +176,44 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
     """
     with ExitStack() as stack:
         stack.enter_context(leased_streams())
+        stack.callback(return_memory)
         prepared = prepare(settings)
         check()
         blueprint, plan, tokenizer = prepared.blueprint, prepared.plan, prepared.tokenizer
         streamed, records = prepared.streamed, prepared.records
-        stack.enter_context(_mlx_limits(plan.budget))
+        stack.enter_context(_limits.hold(plan.budget))
         tracer = Tracer(_writable(settings.trace))
         reader = RecordReader(records, direct=settings.direct)
         stack.callback(reader.close)
-        store = ExpertStore(records, [slots for _, slots in streamed], reader, tracer=tracer)
-        loop = stack.enter_context(IoLoop(store, lanes=settings.lanes))
+        top_k = [use.top_k for use, _ in streamed]
+        prefetch = settings.prefetch
+        store = ExpertStore(
+            records,
+            [slots for _, slots in streamed],
+            reader,
+            tracer=tracer,
+            top_k=top_k,
+            prefetch=prefetch,
+        )
+        loop = IoLoop(store, lanes=settings.lanes, lookahead_price=prefetch.lookahead_price)
+        stack.enter_context(loop)
         store.connect(loop)
         if tracer.enabled:
+            tracer.about = _about(prepared, settings)
             stack.enter_context(_writing(tracer, loop))
+        predictor = ahead = None
+        if streamed and prefetch.predicts:
+            model = blueprint.lazy.model
+            uses = [use for use, _ in streamed]
+            predictor = build_predictor(model, uses, make_prompt_cache(model))
+            layers = [record.layer for record in records]
+            ahead = ReadAhead(
+                predictor, prefetch, store, loop, layers=layers, top_k=top_k, tracer=tracer
+            )
         widths = [record.experts for record in records]
-        stream = ExpertStream(store, widths, tracer=tracer)
+        stream = ExpertStream(store, widths, tracer=tracer, ahead=ahead, prefetch=prefetch)
+        if predictor is not None:
+            predictor.install(stream.at_input if 0 in prefetch.distances else None)
         for group, (use, _) in enumerate(streamed):
             install_parameters(use.site.module, store.groups[group].pool.arrays)
             use.site.put(StreamingSwitch(use.site.module, group, use.site.layer, stream))
@@ -177,6 +221,12 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
         model, config = blueprint.lazy.model, blueprint.lazy.config
         parameters = trunk_parameters(model, [use.site for use, _ in streamed])
         trunk_bytes = load_parameters(parameters, check=check, progress=progress)
+        if predictor is not None and ahead is not None:
+            predictor.verify()
+            ahead.start()
+            for warning in predictor.warnings:
+                logger.warning("%s; they are read on demand", warning)
+            stack.enter_context(_calibrated(ahead, settings.calibration))
         loaded = LoadedModel(
             model=model,
             tokenizer=tokenizer,
@@ -187,24 +237,58 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
             chunk_tokens=partial(fitting_chunk, blueprint.size, scratch_bytes=plan.scratch_bytes),
             resident=not streamed,
         )
-        core = Core(plan, loaded, store, loop, tracer, trunk_bytes)
+        core = Core(plan, loaded, store, loop, tracer, ahead, trunk_bytes)
         core.sample_memory()
         del model, blueprint, streamed, prepared, parameters
-        yield core
-        store.check_integrity()
+        try:
+            yield core
+            store.check_integrity()
+        finally:
+            stack.callback(core.release)  # after the reads have ended
 
 
-@contextmanager
-def _mlx_limits(budget: int | None) -> Iterator[None]:
-    """Keep MLX's buffer cache small and its own limit above ours; restore both at the end."""
-    cache = mx.set_cache_limit(CACHE_BYTES)
-    limit = mx.set_memory_limit(budget) if budget is not None else None
-    try:
-        yield
-    finally:
-        mx.set_cache_limit(cache)
-        if limit is not None:
-            mx.set_memory_limit(limit)
+class _Limits:
+    """MLX's limits, which are the process's: those of all open engines together.
+
+    The buffer cache is kept small while any engine is open, and the memory limit above the largest
+    budget; the last engine to close restores what was there before the first.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._budgets: list[int | None] = []
+        self._before = (0, 0)
+
+    @contextmanager
+    def hold(self, budget: int | None) -> Iterator[None]:
+        with self._lock:
+            if not self._budgets:
+                cache = mx.set_cache_limit(CACHE_BYTES)
+                memory = mx.set_memory_limit(1 << 62)
+                mx.set_memory_limit(memory)
+                self._before = (cache, memory)
+            self._budgets.append(budget)
+            self._apply()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._budgets.remove(budget)
+                self._apply()
+
+    def _apply(self) -> None:
+        cache, memory = self._before
+        if self._budgets:
+            budgets = [budget for budget in self._budgets if budget is not None]
+            # Without a budget an engine lives with the limit that was there.
+            free = len(budgets) < len(self._budgets) or not budgets
+            mx.set_memory_limit(max(memory, *budgets, 0) if free else sum(budgets))
+        else:
+            mx.set_cache_limit(cache)
+            mx.set_memory_limit(memory)
+
+
+_limits = _Limits()
 
 
 def _writable(trace: Path | None) -> Path | None:
@@ -215,6 +299,48 @@ def _writable(trace: Path | None) -> Path | None:
         except OSError as error:
             raise TraceUnwritable(trace, error) from error
     return trace
+
+
+def _about(prepared: Prepared, settings: Settings) -> dict[str, Any]:
+    """What a reader of the trace has to know about the model."""
+    layers = [
+        {
+            "group": group,
+            "layer": record.layer,
+            "experts": record.experts,
+            "top_k": use.top_k,
+            "slots": slots,
+            "record_bytes": record.stored_bytes,
+        }
+        for group, ((use, slots), record) in enumerate(
+            zip(prepared.streamed, prepared.records, strict=True)
+        )
+    ]
+    return {
+        "version": 1,
+        "model": prepared.blueprint.checkpoint.directory.name,
+        "layers": layers,
+        "bandwidth_bytes_per_s": None,
+        "config": asdict(settings.prefetch),
+    }
+
+
+@contextmanager
+def _calibrated(ahead: ReadAhead, path: Path | None) -> Iterator[None]:
+    """Start from a saved calibration, if there is one, and save what was learnt at the end."""
+    if path is None:
+        yield
+        return
+    if path.exists():
+        try:
+            ahead.calibration.load_json(json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            logger.warning("the calibration in %s cannot be used: %s", path, error)
+    try:
+        yield
+    finally:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(ahead.calibration.to_json()))
 
 
 @contextmanager

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import traceback
 import warnings
 import weakref
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from types import TracebackType
 from typing import Literal, Self, TypedDict, Unpack
 
 from ..io.errors import LoopClosed, MoestreamError
-from .api import Chunk, Generation, Statistics
+from .api import Chunk, Generation, PrefetchStatistics, Statistics
 from .assembly import Progress
 from .compute import ComputeThread
 from .core import DEFAULT_LANES, Core, Settings, running_core
 from .errors import EngineClosed, EngineDead, GenerationFailed, InvalidRequest
 from .generation import TokenLoop
 from .plan import Plan
+from .prefetch import OFF, PrefetchConfig
 from .request import Cancelled, Failed, Message, Request, State
 from .sampling import Prompt, Sampling, check_prompt
 from .streaming import StepCounters
@@ -42,6 +45,7 @@ class SamplingArguments(TypedDict, total=False):
 
 
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_opening: dict[ComputeThread[Core], threading.Event] = {}
 
 
 class Engine:
@@ -69,7 +73,8 @@ class Engine:
         dtype: Literal["float32", "checkpoint"] | None = None,
         direct: bool = True,
         lanes: int = DEFAULT_LANES,
-        prefetch: Literal["off"] | None = None,
+        prefetch: PrefetchConfig | Literal["off"] | None = None,
+        calibration: str | Path | None = None,
         trace: str | Path | None = None,
         progress: Progress | None = None,
     ) -> Engine:
@@ -85,15 +90,19 @@ class Engine:
                 takes float32 on the CPU backend, where 16-bit kernels are many times slower.
             direct: read past the page cache where the alignment of the file allows it.
             lanes: reads in flight at once.
-            prefetch: "off" or None: experts are read when they are routed to.
+            prefetch: how experts are read ahead; "off" reads them when they are routed to, None
+                takes the defaults of ``PrefetchConfig``.
+            calibration: file that keeps what was learnt about predictions, for the next start.
             trace: file for a trace that opens in Perfetto.
             progress: called on the compute thread with (bytes, bytes in all) while loading.
 
         Raises:
             MoestreamError: one of its subclasses says what is wrong and what would do.
         """
-        settings = _settings(model, memory, slots, context, dtype, direct, lanes, prefetch, trace)
-        given_up = asyncio.Event()
+        settings = _settings(
+            model, memory, slots, context, dtype, direct, lanes, prefetch, trace, calibration
+        )
+        given_up = threading.Event()
 
         def check() -> None:
             if given_up.is_set():
@@ -101,6 +110,7 @@ class Engine:
 
         make_core = partial(running_core, settings, check=check, progress=progress)
         thread: ComputeThread[Core] = ComputeThread(make_core)
+        _opening[thread] = given_up
         thread.start()
         try:
             core = await asyncio.wrap_future(thread.ready)
@@ -109,6 +119,8 @@ class Engine:
             thread.stop()
             await _finish(thread)
             raise
+        finally:
+            del _opening[thread]
         return cls(thread, core)
 
     # -- generation ---------------------------------------------------------------------------
@@ -132,7 +144,7 @@ class Engine:
         try:
             result = await request.receive()
         except BaseException:
-            request.cancel()
+            self._cancel(request)
             raise
         assert isinstance(result, Generation)
         return result
@@ -150,13 +162,18 @@ class Engine:
             while isinstance(message := await request.receive(), Chunk):
                 yield message
         finally:
-            request.cancel()
+            self._cancel(request)
 
     def _submit(self, prompt: Prompt, sampling: SamplingArguments, *, chunks: bool) -> Request:
         check_prompt(prompt)
         request = Request(prompt, Sampling(**sampling), chunks=chunks)
         self._thread.submit(_GenerationJob(request, self._totals))
         return request
+
+    def _cancel(self, request: Request) -> None:
+        request.cancel()
+        if request.state is State.RUNNING:
+            self._core.store.purge(request.number)
 
     # -- state --------------------------------------------------------------------------------
 
@@ -267,7 +284,36 @@ class _Totals:
             peak_memory_bytes=core.peak_memory_bytes,
             trace_events_dropped=core.tracer.dropped,
             trace_error=core.tracer.error,
+            wasted_bytes=counters.wasted_bytes,
+            prefetch=_prefetch_statistics(core),
         )
+
+
+def _prefetch_statistics(core: Core) -> PrefetchStatistics:
+    counters, drive, ahead = core.store.counters, core.loop.statistics(), core.ahead
+    layers = [group.record.layer for group in core.store.groups]
+    return PrefetchStatistics(
+        predictions=0 if ahead is None else ahead.totals.predictions,
+        recall={} if ahead is None else ahead.totals.shares(),
+        guesses=counters.guesses,
+        begun=counters.guesses_begun,
+        refused=counters.guesses_refused,
+        used=counters.guesses_used,
+        wasted=counters.guesses_wasted,
+        late=counters.late,
+        evicted=counters.evicted,
+        unpredicted=counters.unpredicted,
+        share=0.0 if ahead is None else ahead.governor.share,
+        pays=ahead is not None and ahead.trial.verdict,
+        seconds_with=0.0 if ahead is None else ahead.trial.seconds[0],
+        seconds_without=0.0 if ahead is None else ahead.trial.seconds[1],
+        layers_off=()
+        if ahead is None
+        else tuple(layers[group] for group in ahead.governor.switched_off),
+        windows={layers[group]: median(times) for group, times in list(core.store.windows.items())},
+        drive_busy_seconds=drive.busy_seconds,
+        drive_bandwidth=drive.bandwidth,
+    )
 
 
 class _GenerationJob:
@@ -297,6 +343,7 @@ class _GenerationJob:
         try:
             outcome = loop.run()
         except Exception as error:
+            _drop_frames(error)
             outcome = Failed(EngineClosed() if core.stopping.is_set() else _outcome(error))
         except BaseException as error:
             request.post(Failed(EngineDead(error)))
@@ -312,6 +359,13 @@ class _GenerationJob:
     def abort(self, error: BaseException) -> None:
         self._request.state = State.ENDED
         self._request.post(Failed(error))
+
+
+def _drop_frames(error: BaseException | None) -> None:
+    """Forget the locals of the frames that an error has passed: caches, models, slot rows."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _outcome(error: Exception) -> Exception:
@@ -334,8 +388,9 @@ def _settings(
     dtype: str | None,
     direct: bool,
     lanes: int,
-    prefetch: str | None,
+    prefetch: PrefetchConfig | str | None,
     trace: str | Path | None,
+    calibration: str | Path | None,
 ) -> Settings:
     for name, value in (("slots", slots), ("context", context), ("lanes", lanes)):
         if value is not None and (
@@ -344,8 +399,12 @@ def _settings(
             raise InvalidRequest(f"{name}={value!r} must be a whole number of at least 1")
     if dtype not in (None, "float32", "checkpoint"):
         raise InvalidRequest(f"dtype={dtype!r} must be 'float32', 'checkpoint' or None")
-    if prefetch not in (None, "off"):
-        raise InvalidRequest(f"prefetch={prefetch!r} must be 'off' or None")
+    if prefetch is None:
+        prefetch = PrefetchConfig()
+    elif prefetch == "off":
+        prefetch = OFF
+    elif not isinstance(prefetch, PrefetchConfig):
+        raise InvalidRequest(f"prefetch={prefetch!r} must be a PrefetchConfig, 'off' or None")
     return Settings(
         model=model,
         memory=memory,
@@ -355,6 +414,8 @@ def _settings(
         direct=direct,
         lanes=lanes,
         trace=None if trace is None else Path(trace),
+        prefetch=prefetch,
+        calibration=None if calibration is None else Path(calibration),
     )
 
 
@@ -375,6 +436,9 @@ async def _finish(thread: ComputeThread[Core]) -> None:
 def _close_left_engines() -> None:
     for engine in list(_open_engines):
         engine._begin_close()
+    for thread, given_up in list(_opening.items()):
+        given_up.set()
+        thread.stop()
 
 
 # The interpreter joins threads before it runs atexit functions, so a forgotten engine would keep

@@ -34,8 +34,8 @@ class BudgetTooSmall(MoestreamError):
 
     def __init__(self, given: int, minimum: int, parts: Mapping[str, int]) -> None:
         super().__init__(
-            f"memory={_gb(given)} is too small: this model needs at least {_gb(minimum)} "
-            f"({', '.join(f'{name} {_gb(nbytes)}' for name, nbytes in parts.items())})"
+            f"memory={budget_text(given)} is too small: this model needs at least {budget_text(minimum)} "
+            f"({', '.join(f'{name} {budget_text(nbytes)}' for name, nbytes in parts.items())})"
         )
         self.given = given
         self.minimum = minimum
@@ -70,8 +70,10 @@ class GenerationFailed(MoestreamError):
     """One request failed for a reason inside MLX or mlx-lm; the cause is chained."""
 
 
-def _gb(nbytes: int) -> str:
-    # Rounded up: the smallest budget has to do as it is written here.
+def budget_text(nbytes: int) -> str:
+    """A budget as one would type it, rounded up: the smallest one has to do as it is written."""
+    if nbytes < 10**6:
+        return f"{nbytes} bytes"
     if nbytes >= 10**9:
         return f"{-(-nbytes // 10**7) / 100:.2f}GB"
     return f"{-(-nbytes // 10**6)}MB"

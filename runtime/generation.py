@@ -17,6 +17,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..io.errors import ReadsPurged
 from .api import Chunk, FinishReason, Generation, GenerationStats, TokenLogprob
 from .errors import InvalidRequest, PromptTooLong
 from .plan import LOGITS_BYTES
@@ -99,11 +100,11 @@ class TokenLoop:
         first = started
         try:
             finish, first = self._decode(prompt, min(sampling.max_tokens, room))
-        except Cancelled:
+        except (Cancelled, ReadsPurged):
             pass
         finally:
             loaded.stream.end_forward()
-            loaded.stream.step = Step()
+            loaded.stream.end_request()
         result = self._result(finish, started, first)
         if self._request.chunks and self._chunk is not None and finish != "cancelled":
             self._request.post(replace(self._chunk, result=result))
@@ -130,7 +131,9 @@ class TokenLoop:
             if finish is not None:
                 return finish, first
             begun = time.perf_counter()
-            drawn = ahead or sampler.draw(self._forward(mx.array([[chosen.token]], mx.uint32)))
+            drawn = ahead or sampler.draw(
+                self._forward(mx.array([[chosen.token]], mx.uint32), chosen.token)
+            )
         raise AssertionError("the last token always ends the loop")
 
     # -- model --------------------------------------------------------------------------------
@@ -156,10 +159,10 @@ class TokenLoop:
             done += size
         return self._forward(mx.array([prompt[done:]], mx.uint32))
 
-    def _forward(self, tokens: mx.array) -> mx.array:
+    def _forward(self, tokens: mx.array, token: int | None = None) -> mx.array:
         """Logits ``[1, vocabulary]`` behind tokens ``[1, count]``, unevaluated."""
         self._check()
-        self._loaded.stream.begin_forward()
+        self._loaded.stream.begin_forward(token)
         logits = self._loaded.model(tokens, cache=self._cache)
         last: mx.array = logits[:, -1, :]
         return last

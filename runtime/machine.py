@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import sys
 from pathlib import Path
 
 import psutil
@@ -17,6 +20,30 @@ GROUPS = Path("/sys/fs/cgroup")
 def resident_bytes() -> int:
     """Memory that this process occupies now."""
     return int(psutil.Process().memory_info().rss)
+
+
+def return_memory() -> None:
+    """Give unused memory back to the system: models lie in reference cycles, glibc keeps pages."""
+    gc.collect()
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
+
+_process_bytes: int | None = None
+
+
+def process_bytes() -> int:
+    """What the process occupies beside models: measured once, when the first model is planned.
+
+    Later measurements would count what other engines hold and what the allocator has not returned,
+    and the smallest budget would grow with every attempt.
+    """
+    global _process_bytes
+    if _process_bytes is None:
+        _process_bytes = resident_bytes()
+    return _process_bytes
 
 
 def available_bytes() -> int:

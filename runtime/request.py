@@ -78,8 +78,8 @@ class Request:
 
     @property
     def cancelled(self) -> bool:
-        """Whether the caller has given the request up."""
-        return self._cancelled.is_set()
+        """Whether the caller has given the request up, or its loop is gone."""
+        return self._cancelled.is_set() or self._loop.is_closed()
 
     def post(self, message: Message) -> None:
         """Send to the caller; a caller whose loop is gone has given the request up."""

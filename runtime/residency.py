@@ -20,7 +20,7 @@ class IntegrityError(AssertionError):
     """The books of a pool do not balance: a bug, never the user's fault."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Acquired:
     """What a layer call got.
 
@@ -28,11 +28,22 @@ class Acquired:
         slots: one per requested expert, in the order asked; all are pinned once.
         reads: experts that have just been given a slot and must be read.
         joins: experts whose read was already on its way.
+        paid: experts that a guess had brought, or begun to bring, used for the first time.
     """
 
     slots: list[int]
     reads: list[int]
     joins: list[int]
+    paid: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """An expert that has lost its slot; ``unused`` when a guess had brought it in vain."""
+
+    expert: int
+    slot: int
+    unused: bool
 
 
 class Residency:
@@ -42,9 +53,17 @@ class Residency:
         experts: number of experts of the layer.
         slots: number of slots, at least 1.
         policy: makes the order of eviction.
+        reserve: slots that guesses leave to the calls of the layer; the width of its routing.
     """
 
-    def __init__(self, experts: int, slots: int, policy: PolicyFactory = LeastRecentlyUsed) -> None:
+    def __init__(
+        self,
+        experts: int,
+        slots: int,
+        policy: PolicyFactory = LeastRecentlyUsed,
+        *,
+        reserve: int = 1,
+    ) -> None:
         self.experts = experts
         self.slots = slots
         self._policy: Policy = policy()
@@ -55,7 +74,15 @@ class Residency:
         self._free = list(range(slots - 1, -1, -1))
         self._pinned = 0
         self._unpinnable = 0  # slots being read into that nobody has pinned
+        self._guessed = bytearray(slots)  # filled or being filled by a guess, not used yet
+        self._calls = 0
+        self._used_at = [0] * slots  # call that last used the slot, or brought its expert
+        self._reserve = reserve
+        # A guess evicts nothing that was used within so many calls: about half of what a full
+        # turn of the cache takes when every call misses everything.
+        self._protected = max(slots // (2 * reserve), 1)
         self.evictions = 0
+        self.evicted: list[Eviction] = []  # for whoever owns the books; emptied by them
 
     # -- questions ----------------------------------------------------------------------------
 
@@ -95,6 +122,9 @@ class Residency:
         slots: list[int] = []
         absent: list[int] = []
         joins: list[int] = []
+        paid: list[int] = []
+        guessed, used_at = self._guessed, self._used_at
+        self._calls = now = self._calls + 1
         used = self._policy.used
         for position, expert in enumerate(experts):
             slot = slot_of[expert]
@@ -107,6 +137,10 @@ class Residency:
                 self._unpinnable -= reading[slot]
             pins[slot] += 1
             used(expert)
+            used_at[slot] = now
+            if guessed[slot]:
+                guessed[slot] = 0
+                paid.append(expert)
             if reading[slot]:
                 joins.append(expert)
         reads = [experts[position] for position in absent]
@@ -115,13 +149,45 @@ class Residency:
             pins[slot] = 1
             self._pinned += 1
             slots[position] = slot
-        return Acquired(slots, reads, joins)
+        return Acquired(slots, reads, joins, paid)
+
+    def guess(self, expert: int) -> int:
+        """Give an absent expert a slot for a read that nobody waits for.
+
+        Returns -1 when that would take a slot that is worth more: the layer's calls need room, and
+        what was used lately stays.
+        """
+        if self.room() <= self._reserve:
+            return NONE
+        if not self._free:
+            victim = self._victim()
+            if victim is None:
+                return NONE
+            if self._calls - self._used_at[self._slot_of[victim]] <= self._protected:
+                return NONE
+        slot = self._take(expert)
+        self._guessed[slot] = 1
+        self._unpinnable += 1
+        return slot
+
+    def touch(self, expert: int) -> None:
+        """Keep a resident expert that is predicted to be used soon."""
+        slot = self._slot_of[expert]
+        if slot != NONE:
+            self._policy.used(expert)
+            self._used_at[slot] = self._calls
+
+    def _victim(self) -> int | None:
+        for expert in self._policy.coldest():
+            slot = self._slot_of[expert]
+            if not self._pins[slot] and not self._reading[slot]:
+                return expert
+        return None
 
     def _take(self, expert: int) -> int:
-        if self._free:
-            slot = self._free.pop()
-        else:
-            slot = self._evict()
+        slot = self._free.pop() if self._free else self._evict()
+        self._used_at[slot] = self._calls
+        self._guessed[slot] = 0
         self._slot_of[expert] = slot
         self._expert_of[slot] = expert
         self._reading[slot] = 1
@@ -129,13 +195,14 @@ class Residency:
         return slot
 
     def _evict(self) -> int:
-        for victim in self._policy.coldest():
-            slot = self._slot_of[victim]
-            if not self._pins[slot] and not self._reading[slot]:
-                self._forget(victim)
-                self.evictions += 1
-                return slot
-        raise IntegrityError("no slot can be given up: the call was larger than the room")
+        victim = self._victim()
+        if victim is None:
+            raise IntegrityError("no slot can be given up: the call was larger than the room")
+        slot = self._slot_of[victim]
+        self._forget(victim)
+        self.evictions += 1
+        self.evicted.append(Eviction(victim, slot, bool(self._guessed[slot])))
+        return slot
 
     def _forget(self, expert: int) -> None:
         slot = self._slot_of[expert]

@@ -46,6 +46,11 @@ class SlotPool:
             self._views.append(view)
         self.nbytes = slots * record.pooled_bytes
 
+    def release(self) -> None:
+        """Let the memory go; no read and no evaluation may use it any more."""
+        self.arrays.clear()
+        self._views.clear()
+
     def rows(self, slot: int) -> list[memoryview]:
         """Writable byte views of one slot, one per component."""
         return [

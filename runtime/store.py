@@ -9,23 +9,30 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ..io.errors import LoopClosed
-from ..io.loop import Ask, IoLoop, Key
+from ..io.loop import Ask, Guess, IoLoop, Purge
+from ..io.queue import Entry, Key
 from ..io.reader import RecordReader
 from ..io.records import Record
 from .policy import LeastRecentlyUsed, PolicyFactory
-from .residency import NONE, Residency
+from .prefetch import OFF, PrefetchConfig
+from .residency import NONE, Acquired, Residency
 from .slots import SlotPool
+from .staging import Staging, copy_rows
 from .tracing import Tracer
 
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the engine was opened. Written under the store's lock or by one thread only."""
+    """Totals since the engine was opened. Written under the store's lock.
+
+    ``late``, ``evicted`` and ``unpredicted`` divide the experts that were waited for by cause.
+    """
 
     hits: int = 0
     misses: int = 0
@@ -34,6 +41,15 @@ class Counters:
     read_errors: int = 0
     bytes_read: int = 0
     dropped: int = 0
+    late: int = 0
+    evicted: int = 0
+    unpredicted: int = 0
+    guesses: int = 0
+    guesses_begun: int = 0
+    guesses_refused: int = 0
+    guesses_used: int = 0
+    guesses_wasted: int = 0
+    wasted_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -45,12 +61,20 @@ class Demanded:
         futures: of the experts that are not there yet.
         misses: how many had to be asked from the drive (other ``futures`` were on their way).
         nbytes: bytes of the reads that this call started.
+        late, evicted, unpredicted: the awaited experts by cause.
+        paid: experts that a guess had brought.
+        awaited: slots of the experts that are not there yet.
     """
 
     slots: list[int]
     futures: list[Future[None]]
-    misses: int
-    nbytes: int
+    misses: int = 0
+    nbytes: int = 0
+    late: int = 0
+    evicted: int = 0
+    unpredicted: int = 0
+    paid: Sequence[int] = ()
+    awaited: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
@@ -60,10 +84,21 @@ class Group:
     record: Record
     pool: SlotPool
     residency: Residency
+    job_bytes: tuple[int, ...] = field(init=False)
     stored_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.stored_bytes = self.record.stored_bytes
+        self.job_bytes = tuple(sum(part.nbytes for part in job) for job in self.record.jobs)
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A guess that has begun, or waits in memory: for the profile of windows."""
+
+    asked: float
+    position: int  # of the layer call that it is for
+    ready: float = 0.0
 
 
 class ExpertStore:
@@ -73,8 +108,10 @@ class ExpertStore:
         records: one per streamed layer.
         slots: slots of each of these layers.
         reader: reads their records.
+        top_k: routing width of these layers, which guesses leave room for.
+        prefetch: where guesses go.
         policy: eviction order.
-        tracer: gets an event per read.
+        tracer: gets an event per read, eviction and use of a guess.
     """
 
     def __init__(
@@ -84,17 +121,34 @@ class ExpertStore:
         reader: RecordReader,
         *,
         tracer: Tracer,
+        top_k: Sequence[int] | None = None,
+        prefetch: PrefetchConfig = OFF,
         policy: PolicyFactory = LeastRecentlyUsed,
     ) -> None:
         self._lock = threading.Lock()
         self._reader = reader
         self._tracer = tracer
+        self._prefetch = prefetch
         self._flights: dict[Key, Future[None]] = {}
+        self._lost: dict[Key, int] = {}  # guesses evicted unused -> the call that they were for
+        self._begun: dict[Key, _Begun] = {}
+        self._warming: set[Key] = set()
+        self._copying: dict[Key, int] = {}
+        self._wasted: list[int] = []  # groups of guesses read in vain, for the governor
+        self._position = -1
         self._loop: IoLoop
+        self.windows: dict[int, list[float]] = {}
         self.counters = Counters()
+        staged = prefetch.staging_bytes if prefetch.destination == "staging" else 0
+        self._staging = Staging(records, staged)
+        widths = [1] * len(records) if top_k is None else top_k
         self.groups = [
-            Group(record, SlotPool(record, count), Residency(record.experts, count, policy))
-            for record, count in zip(records, slots, strict=True)
+            Group(
+                record,
+                SlotPool(record, count),
+                Residency(record.experts, count, policy, reserve=min(width, record.experts)),
+            )
+            for record, count, width in zip(records, slots, widths, strict=True)
         ]
 
     def connect(self, loop: IoLoop) -> None:
@@ -117,47 +171,190 @@ class ExpertStore:
         return here, missing
 
     def demand(
-        self, group: int, experts: Sequence[int], *, owner: Hashable, position: int
+        self,
+        group: int,
+        experts: Sequence[int],
+        *,
+        owner: Hashable,
+        position: int,
+        predicted: Container[int] = (),
+        guesses: Sequence[Guess] = (),
+        grant: float = 0.0,
     ) -> Demanded | None:
         """Pin the experts of one layer call and start the reads of those that are missing.
 
-        Returns None, and does nothing, when they are more than ``room(group)``.
+        Returns None, and does nothing, when they do not fit at this moment.
 
         Args:
             group: the layer.
             experts: distinct experts.
             owner: the request.
             position: absolute index of this layer call.
+            predicted: experts that were predicted for this call.
+            guesses: what later layers may need; the experts that are there are left out.
+            grant: bytes of them that may be begun.
 
         Raises:
             LoopClosed: the I/O loop is gone; nothing stays pinned.
         """
         books = self.groups[group]
-        counters = self.counters
         with self._lock:
             if not books.residency.fits(experts):
                 return None
+            self._position = position
             got = books.residency.acquire(experts)
-            counters.hits += len(experts) - len(got.reads) - len(got.joins)
-            if not got.reads and not got.joins:
-                return Demanded(got.slots, [], 0, 0)
-            counters.misses += len(got.reads)
-            counters.joins += len(got.joins)
-            futures = [self._flights[group, expert] for expert in got.joins]
-            for expert in got.reads:
-                flight: Future[None] = Future()
-                self._flights[group, expert] = flight
-                futures.append(flight)
-        if got.reads:
-            keys = tuple((group, expert) for expert in got.reads)
+            result = Demanded(got.slots, [])
+            if got.paid:
+                self._count_paid(group, got.paid, result)
+            self.counters.hits += len(experts) - len(got.reads) - len(got.joins)
+            if got.reads or got.joins:
+                self._count_misses(group, got, predicted, result)
+            if books.residency.evicted:
+                self._count_evicted(group)
+            wanted = [guess for guess in guesses if self._is_absent(guess)] if guesses else ()
+            self.counters.guesses += len(wanted)
+        if self._tracer.enabled:
+            self._trace_asks(group, got.joins, position, wanted)
+        if got.reads or got.joins or wanted:
+            demands = tuple((group, expert) for expert in got.reads)
+            joins = tuple((group, expert) for expert in got.joins)
             try:
-                self._loop.submit(Ask(owner, position, keys))
+                self._loop.submit(Ask(owner, position, demands, joins, tuple(wanted), grant))
             except BaseException as error:
-                self.dropped(keys, error)
+                self.dropped(demands, error)
                 self.release(group, got.slots)
                 raise
-        nbytes = books.stored_bytes * len(got.reads)
-        return Demanded(got.slots, futures, len(got.reads), nbytes)
+        return result
+
+    def _trace_asks(
+        self, group: int, joins: Sequence[int], position: int, guesses: Sequence[Guess]
+    ) -> None:
+        for expert in joins:
+            self._tracer.queue("join", group, expert, 1.0, position)
+        for guess in guesses:
+            self._tracer.queue("guess", *guess.key, guess.probability, guess.position)
+
+    def _trace_depth(self) -> None:
+        demands, guesses, demand_lanes, guess_lanes = self._loop.depths()
+        self._tracer.depth("queue_depth", demands, guesses)
+        self._tracer.depth("inflight", demand_lanes, guess_lanes)
+
+    def _count_misses(
+        self, group: int, got: Acquired, predicted: Container[int], result: Demanded
+    ) -> None:
+        counters = self.counters
+        result.misses = len(got.reads)
+        result.nbytes = self.groups[group].stored_bytes * len(got.reads)
+        counters.misses += len(got.reads)
+        counters.joins += len(got.joins)
+        result.futures = [self._flights[group, expert] for expert in got.joins]
+        result.late = len(got.joins)
+        slot = self.groups[group].residency.slot
+        result.awaited = frozenset(slot(expert) for expert in (*got.reads, *got.joins))
+        for expert in got.reads:
+            flight: Future[None] = Future()
+            self._flights[group, expert] = flight
+            result.futures.append(flight)
+            if self._lost and self._lost.pop((group, expert), -1) == self._position:
+                result.evicted += 1
+            elif expert in predicted:
+                result.late += 1
+            else:
+                result.unpredicted += 1
+        counters.late += result.late
+        counters.evicted += result.evicted
+        counters.unpredicted += result.unpredicted
+
+    def _count_paid(self, group: int, paid: Sequence[int], result: Demanded) -> None:
+        result.paid = paid
+        self.counters.guesses_used += len(paid)
+        now = time.perf_counter()
+        for expert in paid:
+            begun = self._begun.pop((group, expert), None)
+            if begun is not None:
+                self._tracer.use(group, expert, now - begun.asked)
+                if self._prefetch.profile and begun.ready:
+                    self.windows.setdefault(group, []).append(begun.ready - begun.asked)
+
+    def _count_evicted(self, group: int) -> None:
+        evicted = self.groups[group].residency.evicted
+        for eviction in evicted:
+            self._tracer.evict(group, eviction.expert, eviction.slot, eviction.unused)
+            if eviction.unused:
+                self._waste((group, eviction.expert))
+        evicted.clear()
+
+    def _waste(self, key: Key) -> None:
+        begun = self._begun.pop(key, None)
+        if begun is not None:
+            self._lost[key] = begun.position
+        self._wasted.append(key[0])
+        self.counters.guesses_wasted += 1
+        self.counters.wasted_bytes += self.groups[key[0]].stored_bytes
+
+    def _is_absent(self, guess: Guess) -> bool:
+        group, expert = guess.key
+        residency = self.groups[group].residency
+        if residency.slot(expert) == NONE:
+            return guess.key not in self._staging and guess.key not in self._warming
+        if not self._prefetch.missing_only:
+            residency.touch(expert)
+        return False
+
+    def guess(
+        self, guesses: Sequence[Guess], *, owner: Hashable, position: int, grant: float
+    ) -> None:
+        """Hand guesses to the loop outside of a layer call; ``position`` is the last call's."""
+        with self._lock:
+            wanted = tuple(guess for guess in guesses if self._is_absent(guess))
+            self.counters.guesses += len(wanted)
+        if wanted:
+            self._loop.submit(Ask(owner, position, guesses=wanted, grant=grant))
+
+    def ahead(self, guesses: Sequence[Guess], *, owner: Hashable) -> list[Future[None]]:
+        """Begin guesses at once, whatever the drive does: their slots are assigned here.
+
+        For the deterministic mode; the caller waits for the futures before the next layer call.
+        """
+        futures: list[Future[None]] = []
+        keys: list[Key] = []
+        position = 0
+        with self._lock:
+            for guess in guesses:
+                group, expert = guess.key
+                residency = self.groups[group].residency
+                if residency.slot(expert) != NONE or residency.guess(expert) == NONE:
+                    continue
+                self.counters.guesses += 1
+                self.counters.guesses_begun += 1
+                if residency.evicted:
+                    self._count_evicted(group)
+                flight: Future[None] = Future()
+                self._flights[guess.key] = flight
+                self._begun[guess.key] = _Begun(time.perf_counter(), guess.position)
+                futures.append(flight)
+                keys.append(guess.key)
+                position = guess.position
+        if keys:
+            try:
+                self._loop.submit(Ask(owner, position, tuple(keys)))
+            except BaseException as error:
+                self.dropped(keys, error)
+                raise
+        return futures
+
+    def take_wasted(self) -> list[int]:
+        """Groups of the guesses that have been given up unused since the last call."""
+        if not self._wasted:
+            return []
+        with self._lock:
+            wasted, self._wasted = self._wasted, []
+        return wasted
+
+    def purge(self, owner: Hashable) -> None:
+        """Drop the queued guesses of a request that has ended."""
+        with suppress(LoopClosed):
+            self._loop.submit(Purge(owner))
 
     def release(self, group: int, slots: Sequence[int]) -> None:
         """Unpin; the evaluation that read these slots has completed."""
@@ -166,23 +363,80 @@ class ExpertStore:
 
     # -- loop thread and lanes (ReadHost) -----------------------------------------------------
 
-    def begin(self, key: Key) -> int | None:
-        """The slot that was assigned when the demand was made."""
-        with self._lock:
-            slot = self.groups[key[0]].residency.slot(key[1])
-        return None if slot == NONE else slot
-
-    def read(self, key: Key, slot: int) -> int:
-        """Read one record into its slot; runs in a lane thread."""
+    def begin(self, entry: Entry) -> int | None:
+        """The slot (or the place in memory) that a read goes to; None when it is not wanted."""
+        key = entry.key
         group, expert = key
+        with self._lock:
+            residency = self.groups[group].residency
+            slot = residency.slot(expert)
+            if slot != NONE:  # a demand has its slot; a guess for it is not needed any more
+                if not entry.demand:
+                    return None
+                place = self._staging.take(key)
+                if place is not None:
+                    self._copying[key] = place
+                    self._begun.pop(key, None)
+                    self.counters.guesses_used += 1
+                return slot
+            if entry.demand or entry.position <= self._position:
+                return None
+            begun = self._begin_guess(key)
+            if begun is None:
+                self.counters.guesses_refused += 1
+                self._tracer.queue("refuse", group, expert, entry.probability, entry.position)
+                return None
+            self.counters.guesses_begun += 1
+            self._begun[key] = _Begun(time.perf_counter(), entry.position)
+            return begun
+
+    def _begin_guess(self, key: Key) -> int | None:
+        group, expert = key
+        if self._prefetch.destination == "pagecache":
+            self._warming.add(key)
+            return 0
+        if self._prefetch.destination == "staging":
+            place, lost = self._staging.begin(key)
+            if lost is not None:
+                self._waste(lost)
+            return place
+        residency = self.groups[group].residency
+        slot = residency.guess(expert)
+        if residency.evicted:
+            self._count_evicted(group)
+        if slot == NONE:
+            return None
+        self._flights[key] = Future()
+        return slot
+
+    def jobs(self, key: Key) -> Sequence[int]:
+        """Bytes of the jobs of a read; a copy from memory is one."""
+        return (0,) if key in self._copying else self.groups[key[0]].job_bytes
+
+    def read(self, key: Key, slot: int, job: int) -> int:
+        """Do one job of a read; runs in a lane thread."""
+        group, expert = key
+        books = self.groups[group]
+        place = self._copying.get(key)
+        if place is not None:
+            copy_rows(self._staging.rows(group, place), books.pool.rows(slot))
+            return 0
+        if key in self._warming:
+            return self._reader.warm_job(group, expert, job)
+        speculative = key in self._begun
+        staged = speculative and self._prefetch.destination == "staging"
+        rows = self._staging.rows(group, slot) if staged else books.pool.rows(slot)
         started = time.perf_counter()
         nbytes = 0
         try:
-            nbytes = self._reader.read(group, expert, self.groups[group].pool.rows(slot))
+            nbytes = self._reader.read_job(group, expert, job, rows)
             return nbytes
         finally:
-            layer = self.groups[group].record.layer
-            self._tracer.read(layer, expert, started, time.perf_counter(), nbytes)
+            ended = time.perf_counter()
+            begun = self._begun.get(key)
+            asked = started if begun is None else begun.asked
+            layer = books.record.layer
+            self._tracer.read(group, layer, expert, started, ended, nbytes, speculative, asked)
 
     def finish(self, key: Key, slot: int, nbytes: int, error: BaseException | None) -> None:
         """Publish the expert, or make it absent again; then wake whoever waits."""
@@ -190,28 +444,48 @@ class ExpertStore:
         flights: list[Future[None]] = []
         try:
             with self._lock:
-                flights.append(self._flights.pop(key))
                 self.counters.reads += 1
                 self.counters.bytes_read += nbytes
-                residency = self.groups[group].residency
-                if error is None:
-                    residency.published(expert)
+                self.counters.read_errors += error is not None
+                if (begun := self._begun.get(key)) is not None:
+                    begun.ready = time.perf_counter()
+                    if error is not None:
+                        del self._begun[key]
+                if (place := self._copying.pop(key, None)) is not None:
+                    self._staging.put_back(place)
+                if key in self._warming:
+                    self._warming.discard(key)
+                elif self._staging.filling(key):  # a demand for it waits until this has ended
+                    self._staging.end(key, ready=error is None)
                 else:
-                    self.counters.read_errors += 1
-                    residency.failed(expert)
+                    flights.append(self._flights.pop(key))
+                    residency = self.groups[group].residency
+                    if error is None:
+                        residency.published(expert)
+                    else:
+                        residency.failed(expert)
         except BaseException as bug:  # kills the loop; whoever waits must not wait for ever
             error = bug
             raise
         finally:
             _complete(flights, error)
+        if self._tracer.enabled:
+            self._trace_depth()
+
+    def void(self, keys: Sequence[Key]) -> None:
+        """Guesses that never started: nobody waits for them, and they hold nothing."""
+        with self._lock:
+            self.counters.dropped += len(keys)
+        for key in keys:
+            self._tracer.queue("stale", *key)
 
     def dropped(self, keys: Sequence[Key], reason: BaseException | None) -> None:
-        """Reads that never started: their waiters get the reason."""
+        """Demands that never started: their waiters get the reason."""
         flights: list[Future[None]] = []
         try:
             with self._lock:
-                flights += [self._flights.pop(key) for key in keys]
                 self.counters.dropped += len(keys)
+                flights += [self._flights.pop(key) for key in keys]
                 for group, expert in keys:
                     self.groups[group].residency.failed(expert)
         finally:

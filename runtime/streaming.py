@@ -18,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..models.switch import StreamingSwitch
+from .prefetch import OFF, PrefetchConfig
+from .readahead import ReadAhead
 from .residency import IntegrityError
 from .store import Demanded, ExpertStore
 from .tracing import Tracer
@@ -33,8 +35,8 @@ indexing then takes 40 us where a list takes 2 (measured)."""
 class StepCounters:
     """What one request has cost so far. Written by the compute thread only.
 
-    Times are in seconds. ``host_seconds`` is Python between the layer syncs (graph building,
-    residency, hand-off) without the stalls; ``sync_seconds`` is spent inside the syncs.
+    Times are in seconds. ``host_seconds`` is Python between MLX's evaluations (graph building,
+    residency, hand-off) without the stalls; ``sync_seconds`` is spent inside the evaluations.
     """
 
     hits: int = 0
@@ -73,24 +75,49 @@ class ExpertStream:
         store: residency and pools.
         widths: expert count of each streamed layer.
         tracer: gets an event per stall.
+        ahead: reads ahead; None for not.
+        prefetch: says whether hits are computed first.
     """
 
-    def __init__(self, store: ExpertStore, widths: Sequence[int], *, tracer: Tracer) -> None:
+    def __init__(
+        self,
+        store: ExpertStore,
+        widths: Sequence[int],
+        *,
+        tracer: Tracer,
+        ahead: ReadAhead | None = None,
+        prefetch: PrefetchConfig = OFF,
+    ) -> None:
         self._store = store
+        self._ahead = ahead
+        self._hits_first = prefetch.hits_first
+        self._deterministic = prefetch.deterministic
+        self._ready: tuple[int, float] | None = None  # group that got its experts last, and when
         self._tracer = tracer
         self._tables: list[npt.NDArray[np.uint32]] = [np.zeros(n, np.uint32) for n in widths]
-        # Outputs whose evaluation has not been seen to complete, and the slots that they read.
-        self._pending: list[tuple[int, list[int], mx.array]] = []
+        # Slots that calls have pinned, and the outputs that read them and have not been seen to
+        # be complete.
+        self._pins: list[tuple[int, list[int]]] = []
+        self._outputs: list[mx.array] = []
         self._forward = 0
         self._mark = 0.0  # host time has been accounted for up to here
         self.step = Step()
 
     # -- called by the generation loop --------------------------------------------------------
 
-    def begin_forward(self) -> None:
-        """A forward pass of the model is about to be built."""
+    def begin_forward(self, token: int | None = None) -> None:
+        """A forward pass of the model is about to be built.
+
+        Args:
+            token: its only token, when that is known: its embedding predicts the first layers.
+        """
         self._forward += 1
         self._mark = time.perf_counter()
+        self._ready = None
+        if self._ahead is not None:
+            self._ahead.begin_forward(single=token is not None)
+            if token is not None:
+                self._predict(*self._ahead.build_from_embedding(token), 0)
 
     def end_forward(self, *results: mx.array) -> None:
         """Evaluate the results of the forward, if it has not been given up, and let go of slots.
@@ -98,37 +125,107 @@ class ExpertStream:
         Waits for whatever still reads a slot, so that the next request may overwrite it.
         """
         self._sync(*results)
+        if self._ahead is not None:
+            self._ahead.end_forward()
+
+    def release(self) -> None:
+        """The engine is being closed: let go of the model's taps and pools."""
+        self._ahead = None
+
+    def end_request(self) -> None:
+        """The request has ended: nobody wants its guesses."""
+        if self._ahead is not None:
+            self._ahead.wait()
+            self._store.purge(self.step.owner)
+        self.step = Step()
 
     # -- called by the model (SwitchRunner) ---------------------------------------------------
+
+    def at_input(self, group: int, x: mx.array) -> None:
+        """The input of a MoE layer is known (distance 0): predict it during its attention.
+
+        Needs a synchronisation of its own, since nothing of the layer has been computed.
+        """
+        if self._ahead is not None:
+            targets, ranks = self._ahead.build_at_input(group, x)
+            self._predict(targets, ranks, group)
+
+    def _predict(
+        self, targets: Sequence[tuple[int, int]], ranks: Sequence[mx.array], group: int
+    ) -> None:
+        """Evaluate ranks outside of a layer's sync and hand the guesses to the loop."""
+        ahead = self._ahead
+        if ahead is None or not ranks:
+            return
+        self._sync(*ranks)
+        position = self._forward * len(self._tables) + group
+        guesses = ahead.guesses(targets, ranks, position=position, first=group)
+        if guesses and not self._deterministic:
+            before = self._ready[0] if self._ready is not None else group
+            self._store.guess(
+                guesses, owner=self.step.owner, position=position - 1, grant=ahead.grant(before)
+            )
 
     def run(self, switch: StreamingSwitch, x: mx.array, indices: mx.array) -> mx.array:
         """Run the routed experts of one layer call; see ``StreamingSwitch``."""
         self.step.check()
-        self._sync(indices)
+        ahead = self._ahead
+        ranks = ahead.build(switch.group) if ahead is not None else []
+        before = time.perf_counter()
+        self._sync(indices, *ranks)
+        self._tracer.sync(switch.group, switch.layer, before, self._mark)
         self.step.counters.syncs += 1
         if indices.size > SMALL_CALL:
             return self._run_large(switch, x, indices)
         routed = flatten(indices.tolist())
         experts = list(dict.fromkeys(routed))
-        slots = self._fetch(switch, experts)
-        if slots is None:
+        if self._tracer.enabled:
+            self._trace_route(switch, experts, len(routed) // indices.shape[-1])
+        got = self._demand(switch, experts, ranks)
+        if got is None:
             return self._run_waves(switch, x, indices.shape, np.array(routed), experts)
+        if got.futures:
+            if self._hits_first and len(got.futures) < len(experts) == len(routed):
+                return self._run_hits_first(switch, x, indices.shape, got)
+            self._wait(switch, got)
+        slots = got.slots
         if len(experts) == len(routed):  # one token, or tokens that share no expert
             ids = slots
         else:
             where = dict(zip(experts, slots, strict=True))
             ids = [where[expert] for expert in routed]
-        return self._compute(switch, x, mx.array(nest(ids, indices.shape), mx.uint32), slots)
+        return self._compute(switch, x, mx.array(nest(ids, indices.shape), mx.uint32))
+
+    def _run_hits_first(
+        self, switch: StreamingSwitch, x: mx.array, shape: tuple[int, ...], got: Demanded
+    ) -> mx.array:
+        """Compute the experts that are there while the missing ones are read; one token only."""
+        order: list[int] = []
+        outputs = []
+        row = x.reshape(1, -1)
+        there = [i for i, slot in enumerate(got.slots) if slot not in got.awaited]
+        awaited = [i for i, slot in enumerate(got.slots) if slot in got.awaited]
+        for part in (there, awaited):
+            slots = [got.slots[i] for i in part]
+            if part is awaited:
+                self._wait(switch, got)
+            outputs.append(self._compute(switch, row, mx.array([slots], mx.uint32)))
+            order += part
+        places = sorted(range(len(order)), key=order.__getitem__)
+        joined = mx.concatenate(outputs, axis=1)[:, mx.array(places, mx.uint32)]
+        return joined.reshape(*shape, -1)
 
     def _run_large(self, switch: StreamingSwitch, x: mx.array, indices: mx.array) -> mx.array:
         """A prompt chunk: the same with arrays instead of lists."""
         routed = np.asarray(indices).ravel()
         experts: list[int] = np.unique(routed).tolist()
+        if self._tracer.enabled:
+            self._trace_route(switch, experts, routed.size // indices.shape[-1])
         slots = self._fetch(switch, experts)
         if slots is None:
             return self._run_waves(switch, x, indices.shape, routed, experts)
         ids = self._ids(switch, experts, slots, routed).reshape(indices.shape)
-        return self._compute(switch, x, mx.array(ids), slots)
+        return self._compute(switch, x, mx.array(ids))
 
     def _ids(
         self,
@@ -142,44 +239,95 @@ class ExpertStream:
         ids: npt.NDArray[np.uint32] = table[routed]
         return ids
 
-    def _compute(
-        self, switch: StreamingSwitch, x: mx.array, ids: mx.array, slots: list[int]
-    ) -> mx.array:
+    def _compute(self, switch: StreamingSwitch, x: mx.array, ids: mx.array) -> mx.array:
+        counters = self.step.counters
         output: mx.array = switch.inner(x, ids)
+        self._outputs.append(output)
+        before = time.perf_counter()
+        counters.host_seconds += before - self._mark
         # The device works on this layer while Python builds the next one up to its router.
         mx.async_eval(output)
-        self._pending.append((switch.group, slots, output))
+        self._mark = after = time.perf_counter()
+        counters.sync_seconds += after - before
         return output
+
+    def _trace_route(self, switch: StreamingSwitch, experts: list[int], tokens: int) -> None:
+        position = self._forward * len(self._tables) + switch.group
+        self._tracer.route(switch.group, switch.layer, self._forward, position, experts, tokens)
 
     def _fetch(self, switch: StreamingSwitch, experts: list[int]) -> list[int] | None:
         """Slots of the experts, pinned, once all of them are there; None when they do not fit."""
-        step = self.step
-        position = self._forward * len(self._tables) + switch.group
-        got = self._store.demand(switch.group, experts, owner=step.owner, position=position)
+        got = self._demand(switch, experts, [])
         if got is None:
             return None
-        counters = step.counters
-        missing = len(got.futures)
-        counters.hits += len(experts) - missing
-        if missing:
-            counters.misses += missing
-            counters.bytes_read += got.nbytes
+        if got.futures:
             self._wait(switch, got)
         return got.slots
 
+    def _demand(
+        self, switch: StreamingSwitch, experts: list[int], ranks: Sequence[mx.array]
+    ) -> Demanded | None:
+        """Ask for the experts of a call and, in the same message, for guesses at later ones."""
+        group, ahead, owner = switch.group, self._ahead, self.step.owner
+        position = self._forward * len(self._tables) + group
+        if ahead is None:
+            got = self._store.demand(group, experts, owner=owner, position=position)
+        else:
+            if self._deterministic:
+                ahead.wait()
+            if self._ready is not None:
+                ahead.governor.window(self._ready[0], self._mark - self._ready[1])
+            predicted = ahead.learn(group, experts)
+            guesses = (
+                ahead.guesses(ahead.targets(group), ranks, position=position, first=group)
+                if ranks
+                else []
+            )
+            got = self._store.demand(
+                group,
+                experts,
+                owner=owner,
+                position=position,
+                predicted=predicted,
+                guesses=() if self._deterministic else guesses,
+                grant=ahead.grant(group) if guesses else 0.0,
+            )
+            if got is not None:
+                ahead.settle(group, got)
+                if self._deterministic and guesses:
+                    ahead.ahead(guesses, owner=owner)
+        if got is None:
+            return None
+        # From here on the next `_sync` unpins them, whatever happens in between.
+        self._pins.append((group, got.slots))
+        self._ready = (group, self._mark)
+        missing = len(got.futures)
+        counters = self.step.counters
+        counters.hits += len(experts) - missing
+        counters.misses += missing
+        counters.bytes_read += got.nbytes
+        return got
+
     def _wait(self, switch: StreamingSwitch, got: Demanded) -> None:
+        """Wait for the reads of a call."""
         counters = self.step.counters
         before = time.perf_counter()
         counters.host_seconds += before - self._mark
         try:
             _wait(got.futures)
-        except BaseException:
-            self._store.release(switch.group, got.slots)
-            raise
         finally:
             self._mark = after = time.perf_counter()
+            self._ready = (switch.group, after)
             counters.stall_seconds += after - before
-            self._tracer.stall(switch.layer, before, after, len(got.futures))
+            self._tracer.stall(
+                switch.group,
+                switch.layer,
+                before,
+                after,
+                late=got.late,
+                evicted=got.evicted,
+                unpredicted=got.unpredicted,
+            )
 
     def _run_waves(
         self,
@@ -203,10 +351,10 @@ class ExpertStream:
         order: list[npt.NDArray[np.intp]] = []
         while waiting:
             self.step.check()
-            room = store.room(switch.group)
+            room = max(store.room(switch.group), 1)
             wave, waiting = waiting[:room], waiting[room:]
             slots = self._fetch(switch, wave)
-            if slots is None:
+            if slots is None or not wave:
                 raise IntegrityError(f"layer {switch.layer} has no room for a wave")
             table[wave] = slots
             chosen = np.zeros(len(table), np.bool_)
@@ -215,7 +363,7 @@ class ExpertStream:
             rows = tokens[mx.array((pairs // top_k).astype(np.uint32))]
             ids = mx.array(table[routed[pairs]].reshape(-1, 1))
             output = switch.inner(rows, ids)
-            self._pending.append((switch.group, slots, output))
+            self._outputs.append(output)
             self._sync()
             self.step.counters.waves += 1
             outputs.append(output.squeeze(-2))
@@ -225,20 +373,21 @@ class ExpertStream:
 
     def _sync(self, *wanted: mx.array) -> None:
         """Evaluate these arrays and all outputs so far; unpin the slots that these have read."""
-        pending, counters = self._pending, self.step.counters
+        outputs, counters = self._outputs, self.step.counters
         before = time.perf_counter()
         counters.host_seconds += before - self._mark
         try:
-            mx.eval(*wanted, *[output for _, _, output in pending])
+            mx.eval(*wanted, *outputs)
         except BaseException:
             mx.synchronize()  # a failed evaluation may have left others running
             raise
         finally:
             self._mark = after = time.perf_counter()
             counters.sync_seconds += after - before
-            for group, slots, _ in pending:
+            outputs.clear()
+            for group, slots in self._pins:
                 self._store.release(group, slots)
-            pending.clear()
+            self._pins.clear()
 
 
 def flatten(nested: Any) -> list[int]:

@@ -5,6 +5,7 @@ Consoles are made when they are needed, since tests and callers swap ``sys.stder
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import threading
@@ -12,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import (
@@ -50,6 +51,11 @@ def note(text: str) -> None:
     error_console().print(Text(text, style="dim"))
 
 
+def print_json(value: dict[str, Any]) -> None:
+    """One line of JSON on standard output."""
+    print(json.dumps(value, ensure_ascii=False))
+
+
 @contextmanager
 def progress_bar(title: str, *, sizes: bool = False) -> Iterator[Report | None]:
     """A bar that vanishes at the end; None when nobody watches.
@@ -73,14 +79,15 @@ def progress_bar(title: str, *, sizes: bool = False) -> Iterator[Report | None]:
 
 
 def show_error(error: Exception, *, debug: bool) -> None:
-    """One or two lines on standard error; below its traceback where that is asked for."""
+    """One or two lines on standard error, or the traceback where that is asked for."""
     if debug:
         traceback.print_exception(error, file=sys.stderr)
+        return
     expected = isinstance(error, MoestreamError)
     text = str(error) if expected else f"{type(error).__name__}: {error}"
     line = " ".join(text.split())
     error_console().print(Text.assemble(("error:", "bold red"), " ", line))
-    if not expected and not debug:
+    if not expected:
         note("this should not happen; `moestream --debug ...` shows where it did")
 
 

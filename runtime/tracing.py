@@ -7,6 +7,7 @@ events are counted and dropped rather than slowing a token down.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import threading
@@ -39,24 +40,134 @@ class Tracer:
         self.path = path
         self.enabled = path is not None
         self.dropped = 0
+        self.about: dict[str, Any] = {}  # of the model and its slots, for whoever reads the trace
         self.error: str | None = None
         self._events: deque[Event] = deque()
         self._epoch = time.perf_counter()
+        self._numbers = itertools.count(1)
+        self._threads: dict[int, int] = {}
         self._names: dict[int, str] = {}
         self._closing = False
 
     # -- events, any thread -------------------------------------------------------------------
 
-    def read(self, layer: int, expert: int, start: float, end: float, nbytes: int) -> None:
-        """A record has been read by the calling lane thread (``nbytes`` 0: it failed)."""
+    def read(
+        self,
+        group: int,
+        layer: int,
+        expert: int,
+        start: float,
+        end: float,
+        nbytes: int,
+        speculative: bool,
+        asked: float,
+    ) -> None:
+        """The calling lane thread has read a part of a record (``nbytes`` 0: it failed)."""
         if self.enabled:
-            arguments = {"layer": layer, "expert": expert, "bytes": nbytes}
+            arguments = {
+                "layer": layer,
+                "group": group,
+                "expert": expert,
+                "bytes": nbytes,
+                "speculative": speculative,
+                "asked": round((asked - self._epoch) * 1e6, 1),
+            }
             self._add("X", "read", start, end, arguments)
 
-    def stall(self, layer: int, start: float, end: float, experts: int) -> None:
-        """The compute thread has waited for this many experts."""
+    def stall(
+        self,
+        group: int,
+        layer: int,
+        start: float,
+        end: float,
+        *,
+        late: int,
+        evicted: int,
+        unpredicted: int,
+    ) -> None:
+        """The compute thread has waited for so many experts, by cause."""
         if self.enabled:
-            self._add("X", "stall", start, end, {"layer": layer, "experts": experts})
+            arguments = {
+                "layer": layer,
+                "group": group,
+                "experts": late + evicted + unpredicted,
+                "late": late,
+                "evicted": evicted,
+                "unpredicted": unpredicted,
+            }
+            self._add("X", "stall", start, end, arguments)
+
+    def sync(self, group: int, layer: int, start: float, end: float) -> None:
+        """A layer's synchronisation with the device."""
+        if self.enabled:
+            self._add("X", "sync", start, end, {"group": group, "layer": layer})
+
+    def route(
+        self, group: int, layer: int, forward: int, position: int, experts: list[int], tokens: int
+    ) -> None:
+        """The router's choice for a layer call."""
+        if self.enabled:
+            arguments = {
+                "group": group,
+                "layer": layer,
+                "forward": forward,
+                "position": position,
+                "experts": experts,
+                "tokens": tokens,
+            }
+            self._now("i", "route", arguments)
+
+    def predict(
+        self,
+        group: int,
+        layer: int,
+        forward: int,
+        distance: int,
+        experts: list[int],
+        probabilities: list[float],
+    ) -> None:
+        """Ranked candidates for a layer, with their calibrated probabilities."""
+        if self.enabled:
+            arguments = {
+                "group": group,
+                "layer": layer,
+                "forward": forward,
+                "distance": distance,
+                "experts": experts,
+                "probabilities": [round(p, 4) for p in probabilities],
+            }
+            self._now("i", "predict", arguments)
+
+    def queue(
+        self, op: str, group: int, expert: int, probability: float = 1.0, position: int = -1
+    ) -> None:
+        """An operation of the queue: guess, promote, join, stale, purge or refuse."""
+        if self.enabled:
+            arguments = {
+                "op": op,
+                "group": group,
+                "expert": expert,
+                "probability": round(probability, 4),
+                "position": position,
+            }
+            self._now("i", "queue", arguments)
+
+    def evict(self, group: int, expert: int, slot: int, unused: bool) -> None:
+        """An expert has lost its slot; ``unused`` when a guess had brought it in vain."""
+        if self.enabled:
+            arguments = {"group": group, "expert": expert, "slot": slot, "unused": unused}
+            self._now("i", "evict", arguments)
+
+    def use(self, group: int, expert: int, lead: float) -> None:
+        """An expert that a guess brought is used for the first time, ``lead`` seconds after."""
+        if self.enabled:
+            arguments = {"group": group, "expert": expert, "lead_us": round(lead * 1e6, 1)}
+            self._now("i", "use", arguments)
+
+    def depth(self, name: str, demands: int, guesses: int) -> None:
+        """Entries of the queue (``queue_depth``) or jobs of the lanes (``inflight``)."""
+        if self.enabled:
+            self._now("C", name, {"demand": demands, "guesses": guesses})
 
     def token(self, request: int, token: int, start: float, end: float) -> None:
         """One token of a request has been computed, from its forward to its sampling."""
@@ -68,16 +179,25 @@ class Tracer:
         if self.enabled:
             self._add("X", "prompt", start, end, {"request": request, "tokens": tokens})
 
+    def _now(self, phase: str, name: str, arguments: dict[str, Any]) -> None:
+        now = time.perf_counter()
+        self._add(phase, name, now, now, arguments)
+
     def _add(
         self, phase: str, name: str, start: float, end: float, arguments: dict[str, Any] | None
     ) -> None:
         if len(self._events) >= BUFFERED_EVENTS:
             self.dropped += 1
             return
-        thread = threading.get_ident()
-        if thread not in self._names:
-            self._names[thread] = threading.current_thread().name
+        thread = self._threads.get(threading.get_ident()) or self._new_thread()
         self._events.append((phase, name, thread, start - self._epoch, end - start, arguments))
+
+    def _new_thread(self) -> int:
+        # Small numbers: Perfetto takes thread ids of 32 bits, Python's are longer.
+        number = next(self._numbers)
+        self._threads[threading.get_ident()] = number
+        self._names[number] = threading.current_thread().name
+        return number
 
     # -- writing, loop thread -----------------------------------------------------------------
 
@@ -86,7 +206,8 @@ class Tracer:
         assert self.path is not None
         try:
             async with aiofiles.open(self.path, "w", encoding="utf-8") as file:
-                await file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+                about = json.dumps(self.about)
+                await file.write(f'{{"displayTimeUnit":"ms","moestream":{about},"traceEvents":[\n')
                 separator = ""
                 closing = False
                 while not closing:
@@ -123,13 +244,16 @@ class Tracer:
 
 def _chrome(event: Event) -> str:
     phase, name, thread, start, duration, arguments = event
-    record = {
+    record: dict[str, Any] = {
         "ph": phase,
         "name": name,
         "pid": 1,
         "tid": thread,
         "ts": round(start * 1e6, 3),
-        "dur": round(duration * 1e6, 3),
         "args": arguments or {},
     }
+    if phase == "X":
+        record["dur"] = round(duration * 1e6, 3)
+    elif phase == "i":
+        record["s"] = "t"
     return json.dumps(record)

@@ -16,7 +16,8 @@ from typing import cast
 import numpy as np
 
 from moestream.io.errors import LoopClosed
-from moestream.io.loop import Ask, IoLoop, Key, ReadHost
+from moestream.io.loop import Ask, IoLoop, Purge, ReadHost
+from moestream.io.queue import Entry, Key
 from moestream.io.records import ITEM_BYTES, PAGE, Component, Record
 
 TIMEOUT = 20.0
@@ -289,14 +290,18 @@ class FakeHost(ReadHost):
         self._reading = 0
         self._changed = threading.Condition()
 
-    def begin(self, key: Key) -> int | None:
+    def jobs(self, key: Key) -> list[int]:
+        return [10]
+
+    def begin(self, entry: Entry) -> int | None:
+        key = entry.key
         self.threads["begin"].add(threading.get_ident())
         if self.on_begin is not None:
             self.on_begin(key)
         self.begun.append(key)
         return None if key in self.unwanted else key[1]
 
-    def read(self, key: Key, slot: int) -> int:
+    def read(self, key: Key, slot: int, job: int) -> int:
         with self._changed:
             self.threads["read"].add(threading.get_ident())
             self._reading += 1
@@ -321,6 +326,10 @@ class FakeHost(ReadHost):
             self._end(key, Outcome("dropped", None, 0, reason))
         if self.on_dropped is not None:
             self.on_dropped(keys)
+
+    def void(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            self._end(key, Outcome("void", None, 0, None))
 
     def _end(self, key: Key, outcome: Outcome) -> None:
         with self._changed:
@@ -360,16 +369,18 @@ class FakeLoop:
         """Itself, for type checkers."""
         return cast(IoLoop, self)
 
-    def submit(self, ask: Ask) -> None:
+    def submit(self, ask: Ask | Purge) -> None:
         if self.closed:
             raise LoopClosed("the I/O loop takes no more reads")
+        if isinstance(ask, Purge):
+            return
         self.asks.append(ask)
         self.queue.extend(ask.demands)
 
     def begin(self) -> tuple[Key, int]:
         """Take the next key up; returns it with its slot."""
         key = self.queue.popleft()
-        slot = self.host.begin(key)
+        slot = self.host.begin(Entry(key, True, 0, 1.0, set(), 0))
         assert slot is not None
         return key, slot
 
@@ -377,7 +388,7 @@ class FakeLoop:
         """Read what was begun, and report."""
         nbytes, failure = 0, None
         try:
-            nbytes = self.host.read(key, slot)
+            nbytes = sum(self.host.read(key, slot, job) for job in range(len(self.host.jobs(key))))
         except Exception as error:
             failure = error
         self.host.finish(key, slot, nbytes, failure)

@@ -140,7 +140,12 @@ async def test_every_kind_of_sampling_runs(engine: Engine) -> None:
         assert 1 <= len(result.tokens) <= 3
 
 
-async def test_statistics_count_what_was_read(engine: Engine) -> None:
+async def test_statistics_count_what_was_read(demo: Path) -> None:
+    async with await Engine.open(demo, slots=16, prefetch="off") as engine:
+        await check_statistics(engine)
+
+
+async def check_statistics(engine: Engine) -> None:
     before = engine.statistics()
     result = await engine.generate(PROMPT, max_tokens=10, ignore_eos=True)
     after = engine.statistics()
@@ -414,7 +419,7 @@ async def test_the_callers_loop_keeps_ticking(engine: Engine) -> None:
 
 async def test_trace_file_opens_in_perfetto(demo: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.trace"
-    async with await Engine.open(demo, slots=16, trace=path) as engine:
+    async with await Engine.open(demo, slots=16, trace=path, prefetch="off") as engine:
         result = await engine.generate(PROMPT, max_tokens=5)
         reads = engine.statistics().reads
     document = json.loads(path.read_text())
@@ -425,7 +430,8 @@ async def test_trace_file_opens_in_perfetto(demo: Path, tmp_path: Path) -> None:
     assert names.count("stall") > 0
     assert sum(e["args"]["experts"] for e in events if e["name"] == "stall") == result.stats.misses
     for event in events:
-        assert event["ph"] in ("X", "M")
+        assert event["ph"] in ("X", "M", "i", "C")
+        assert event["tid"] < 2**32
         assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
         if event["ph"] == "X":
             assert event["dur"] >= 0 and math.isfinite(event["ts"])

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from moestream.io.errors import LoopClosed, ReadFailed
-from moestream.io.loop import Ask, IoLoop, Key
+from moestream.io.loop import Ask, IoLoop
+from moestream.io.queue import Entry, Key
 from moestream.io.reader import RecordReader
 from moestream.runtime.policy import LeastRecentlyUsed, PolicyFactory
 from moestream.runtime.store import Demanded, ExpertStore
@@ -271,7 +272,7 @@ def test_a_demand_that_cannot_be_submitted_pins_nothing(
 
 
 def test_a_key_that_nobody_asked_for_has_no_slot(bench: Bench) -> None:
-    assert bench.store.begin((0, 3)) is None
+    assert bench.store.begin(Entry((0, 3), True, 0, 1.0, set(), 0)) is None
 
 
 class Broken(LeastRecentlyUsed):

@@ -44,15 +44,35 @@ async def write_all(tracer: Tracer) -> None:
 async def test_events_are_written_with_their_arguments(path: Path) -> None:
     tracer = Tracer(path)
     start = time.perf_counter()
-    tracer.read(3, 7, start, start + 0.002, 4096)
-    tracer.stall(3, start + 0.001, start + 0.004, 2)
+    tracer.read(2, 3, 7, start, start + 0.002, 4096, True, tracer._epoch)
+    tracer.stall(2, 3, start + 0.001, start + 0.004, late=1, evicted=0, unpredicted=1)
     tracer.token(1, 42, start, start + 0.010)
     tracer.prompt(1, 128, start, start + 0.5)
     await write_all(tracer)
     events = events_of(path)
     assert [(event["name"], event["args"]) for event in events] == [
-        ("read", {"layer": 3, "expert": 7, "bytes": 4096}),
-        ("stall", {"layer": 3, "experts": 2}),
+        (
+            "read",
+            {
+                "layer": 3,
+                "group": 2,
+                "expert": 7,
+                "bytes": 4096,
+                "speculative": True,
+                "asked": 0.0,
+            },
+        ),
+        (
+            "stall",
+            {
+                "layer": 3,
+                "group": 2,
+                "experts": 2,
+                "late": 1,
+                "evicted": 0,
+                "unpredicted": 1,
+            },
+        ),
         ("token", {"request": 1, "token": 42}),
         ("prompt", {"request": 1, "tokens": 128}),
     ]
@@ -72,12 +92,12 @@ async def test_threads_are_named(path: Path) -> None:
     tracer = Tracer(path)
 
     def work() -> None:
-        tracer.read(0, 0, 1.0, 2.0, 1)
+        tracer.read(0, 0, 0, 1.0, 2.0, 1, False, 1.0)
 
     thread = threading.Thread(target=work, name='lane "\u00e4\\"')
     thread.start()
     thread.join()
-    tracer.stall(0, 1.0, 2.0, 1)
+    tracer.stall(0, 0, 1.0, 2.0, late=0, evicted=0, unpredicted=1)
     await write_all(tracer)
     names = {
         e["tid"]: e["args"]["name"] for e in events_of(path, "M") if e["name"] == "thread_name"
@@ -142,8 +162,8 @@ async def test_a_full_buffer_counts_what_it_drops(
 
 def test_nothing_is_kept_without_a_file() -> None:
     tracer = Tracer(None)
-    tracer.read(0, 0, 0.0, 1.0, 1)
-    tracer.stall(0, 0.0, 1.0, 1)
+    tracer.read(0, 0, 0, 0.0, 1.0, 1, False, 0.0)
+    tracer.stall(0, 0, 0.0, 1.0, late=0, evicted=0, unpredicted=1)
     tracer.token(0, 0, 0.0, 1.0)
     tracer.prompt(0, 0, 0.0, 1.0)
     assert not tracer.enabled

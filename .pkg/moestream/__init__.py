@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         Chunk,
         Generation,
         GenerationStats,
+        PrefetchStatistics,
         Statistics,
         TokenLogprob,
     )
@@ -48,6 +49,9 @@ if TYPE_CHECKING:
     )
     from .runtime.plan import (
         Plan,
+    )
+    from .runtime.prefetch import (
+        PrefetchConfig,
     )
 
 __version__: str
@@ -72,6 +76,8 @@ __all__ = [
     "MoestreamError",
     "NotMoEModel",
     "Plan",
+    "PrefetchConfig",
+    "PrefetchStatistics",
     "PromptTooLong",
     "ReadFailed",
     "Statistics",
@@ -103,6 +109,8 @@ _MODULES = {
     "MoestreamError": ".io.errors",
     "NotMoEModel": ".models.errors",
     "Plan": ".runtime.plan",
+    "PrefetchConfig": ".runtime.prefetch",
+    "PrefetchStatistics": ".runtime.api",
     "PromptTooLong": ".runtime.errors",
     "ReadFailed": ".io.errors",
     "Statistics": ".runtime.api",

@@ -1,0 +1,266 @@
+"""Reading ahead, seen from the compute thread: what to predict, to ask for, and to learn."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from ..io.loop import Guess, IoLoop
+from ..models.lookahead import Predictor
+from .prefetch import Calibration, Governor, PrefetchConfig, Trial, parse_layers
+from .store import Demanded, ExpertStore
+from .tracing import Tracer
+
+EMBEDDING = 99
+"""Stands for the distance of a prediction that was made from the token's embedding."""
+
+
+@dataclass(slots=True)
+class Recall:
+    """Predictions of one distance against what was routed; counts of experts."""
+
+    routed: int = 0
+    found_at_top_k: int = 0
+    found: int = 0
+
+
+@dataclass(slots=True)
+class Totals:
+    """What reading ahead has done so far. Written by the compute thread only."""
+
+    predictions: int = 0
+    recall: dict[int, Recall] = field(default_factory=dict)
+
+    def shares(self) -> dict[int, tuple[float, float]]:
+        """Distance -> (recall at top_k, recall of all candidates)."""
+        return {
+            distance: (recall.found_at_top_k / recall.routed, recall.found / recall.routed)
+            for distance, recall in list(self.recall.items())
+            if recall.routed
+        }
+
+
+class ReadAhead:
+    """Predicts and asks, layer by layer, on the compute thread.
+
+    Args:
+        predictor: ranks the experts of a layer; taps installed, verified.
+        config: what may be done.
+        store: owner of the experts.
+        loop: performs the reads.
+        layers: transformer layer of each group.
+        top_k: routing width of each group.
+        tracer: gets an event per prediction.
+    """
+
+    def __init__(
+        self,
+        predictor: Predictor,
+        config: PrefetchConfig,
+        store: ExpertStore,
+        loop: IoLoop,
+        *,
+        layers: Sequence[int],
+        top_k: Sequence[int],
+        tracer: Tracer,
+    ) -> None:
+        self._predictor = predictor
+        self._config = config
+        self._store = store
+        self._loop = loop
+        self._tracer = tracer
+        self._layers = tuple(layers)
+        self._top_k = tuple(top_k)
+        self._widths = [
+            min(math.ceil(k * config.width), books.record.experts)
+            for k, books in zip(top_k, store.groups, strict=True)
+        ]
+        count = len(layers)
+        self._allowed = [False] * count
+        self._targets: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+        self.calibration = Calibration(top_k)
+        self.governor = Governor(count)
+        self.trial = Trial()
+        self._tried = config.admission == "idle" and not config.deterministic and config.reads
+        self._began = 0.0
+        self.totals = Totals()
+        self._predicted: list[list[tuple[int, list[int]]]] = [[] for _ in range(count)]
+        self._delayed = 0
+        self._forward = 0
+        self._forward_left = math.inf
+        self._waiting: list[Future[None]] = []
+
+    def start(self) -> None:
+        """The predictor has been verified: fix what is predicted where."""
+        allowed = parse_layers(self._config.layers)
+        self._allowed = [
+            can and (allowed is None or layer in allowed)
+            for can, layer in zip(self._predictor.predictable, self._layers, strict=True)
+        ]
+        count = len(self._layers)
+        self._targets = [
+            [
+                (distance, group + distance)
+                for distance in self._config.distances
+                if distance and group + distance < count and self._allowed[group + distance]
+            ]
+            for group in range(count)
+        ]
+
+    # -- before the sync ----------------------------------------------------------------------
+
+    def begin_forward(self, *, single: bool) -> None:
+        """A new forward, perhaps of a single token: nothing is predicted yet."""
+        self._began = time.perf_counter() if single else 0.0
+        self._predictor.clear()
+        self._forward += 1
+        for predicted in self._predicted:
+            predicted.clear()
+        budget = self._config.forward_budget
+        self._forward_left = math.inf if budget is None else budget
+
+    def end_forward(self) -> None:
+        """The forward has been evaluated."""
+        if self._began and self._tried:
+            self.trial.token(time.perf_counter() - self._began)
+        self._began = 0.0
+
+    def build(self, group: int) -> list[mx.array]:
+        """Ranks of the layers ahead, unevaluated: they belong into the layer's own sync."""
+        residual = self._predictor.residual(group)
+        if residual is None or residual.shape[0] * residual.shape[1] != 1:
+            return []
+        return self._rank([target for _, target in self._targets[group]], residual)
+
+    def _rank(self, targets: Sequence[int], residual: mx.array) -> list[mx.array]:
+        widths = [self._widths[target] for target in targets]
+        return self._predictor.rank_ahead(targets, residual, widths)
+
+    def build_at_input(
+        self, group: int, x: mx.array
+    ) -> tuple[list[tuple[int, int]], list[mx.array]]:
+        """Distance 0: ranks of a layer from its own input, before its attention."""
+        if not self._allowed[group] or x.shape[0] * x.shape[1] != 1:
+            return [], []
+        return [(0, group)], self._rank([group], x)
+
+    def build_from_embedding(self, token: int) -> tuple[list[tuple[int, int]], list[mx.array]]:
+        """The same for the first layers of a token, of which no layer has been computed."""
+        reach = max(self._config.distances, default=0)
+        targets = [(EMBEDDING, g) for g in range(min(reach, len(self._layers))) if self._allowed[g]]
+        if not targets:
+            return [], []
+        residual = self._predictor.embedding_residual(mx.array([[token]], mx.uint32))
+        if residual is None:
+            return [], []
+        return targets, self._rank([target for _, target in targets], residual)
+
+    def wait(self) -> None:
+        """Deterministic mode: the guesses made at the layer before are there, or have failed."""
+        for future in self._waiting:
+            future.exception()
+        self._waiting.clear()
+
+    # -- behind the sync ----------------------------------------------------------------------
+
+    def learn(self, group: int, experts: Sequence[int]) -> set[int]:
+        """The layer's routing is known; returns the experts that had been predicted for it."""
+        predictions = self._predicted[group]
+        if not predictions:
+            return set()
+        routed = set(experts)
+        everything: set[int] = set()
+        top_k, learn = self._top_k[group], self.calibration.learn
+        for distance, ranked in predictions:
+            learn(group, distance, ranked, routed)
+            recall = self.totals.recall.setdefault(distance, Recall())
+            recall.routed += len(routed)
+            recall.found_at_top_k += len(routed.intersection(ranked[:top_k]))
+            recall.found += len(routed.intersection(ranked))
+            everything.update(ranked)
+        predictions.clear()
+        return everything
+
+    def guesses(
+        self,
+        targets: Sequence[tuple[int, int]],
+        arrays: Sequence[mx.array],
+        *,
+        position: int,
+        first: int,
+    ) -> list[Guess]:
+        """What to ask for, from evaluated ranks.
+
+        Args:
+            targets: (distance, group) of each array.
+            arrays: ranks; their rows are those of the targets.
+            position: absolute index of the layer call of ``first``.
+            first: the group whose sync this is.
+        """
+        config, guesses = self._config, []
+        lists: list[Any] = [array.tolist() for array in arrays]
+        rows: list[list[int]] = [row for rows in lists for row in rows]
+        for (distance, target), ranked in zip(targets, rows, strict=True):
+            self.totals.predictions += 1
+            self._predicted[target].append((distance, ranked))
+            chances = self.calibration.probabilities(target, distance, len(ranked))
+            if self._tracer.enabled:
+                at, layer = self._forward, self._layers[target]
+                self._tracer.predict(target, layer, at, distance, ranked, chances)
+            if not config.reads or not self._wants(target):
+                continue
+            at = position + target - first
+            chosen = [
+                Guess((target, expert), at, max(chance, 1e-6))
+                for expert, chance in zip(ranked, chances, strict=False)
+                if chance >= config.min_score
+            ]
+            if config.layer_budget is not None:
+                chosen = chosen[: config.layer_budget]
+            if len(chosen) > self._forward_left:
+                chosen = chosen[: int(self._forward_left)]
+            self._forward_left -= len(chosen)
+            guesses += chosen
+        if config.order == "fifo":
+            # One probability and one position for all: the queue then keeps the order of arrival.
+            guesses = [Guess(guess.key, guess.position, 1.0) for guess in guesses]
+        return guesses
+
+    def _wants(self, target: int) -> bool:
+        if self._config.admission == "always" or self._config.deterministic:
+            return True
+        return self.governor.wants(target) and self.trial.on
+
+    def targets(self, group: int) -> list[tuple[int, int]]:
+        """(distance, group) of what ``build`` predicts at a layer."""
+        return self._targets[group]
+
+    def grant(self, group: int) -> float:
+        """Bytes of guesses that may be begun behind this layer's demands."""
+        if self._config.admission == "always":
+            return math.inf
+        return self.governor.grant(group, self._loop.bandwidth)
+
+    def ahead(self, guesses: Sequence[Guess], *, owner: int) -> None:
+        """Deterministic mode: begin the guesses now."""
+        budget = self._config.layer_budget
+        limit = max(self._top_k) // 2 if budget is None else budget
+        self._waiting += self._store.ahead(guesses[:limit], owner=owner)
+
+    def settle(self, group: int, got: Demanded) -> None:
+        """Tell the governor what the layer call has shown."""
+        governor, groups = self.governor, self._store.groups
+        for _ in got.paid:
+            governor.judge(group, used=True, nbytes=groups[group].stored_bytes)
+        for wasted in self._store.take_wasted():
+            governor.judge(wasted, used=False, nbytes=groups[wasted].stored_bytes)
+        delayed = self._loop.statistics().delayed_bytes if got.futures else self._delayed
+        if delayed != self._delayed:
+            governor.delayed(delayed - self._delayed)
+            self._delayed = delayed
