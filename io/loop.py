@@ -131,12 +131,12 @@ class IoLoop:
     """Runs the reads. A context manager: the thread lives exactly as long as the ``with`` block.
 
     Contract across the threads: ``submit`` either raises ``LoopClosed`` at once, or each of its
-    keys reaches ``finish`` or ``dropped`` of the host, also when the loop dies.
+    keys reaches ``finish``, ``dropped`` or ``void`` of the host, also when the loop dies.
 
     Jobs are given out in this order: of demands that have begun, of demands in the queue, of
-    guesses that have begun, of guesses in the queue. The last two only while no demand is unfinished and on
-    a few lanes, so that a demand finds the drive nearly free; and a guess begins only on credit,
-    which the compute thread grants with each message (how, is decided there).
+    guesses that have begun, of guesses in the queue. The last two only while no demand is
+    unfinished and on a few lanes, so that a demand finds the drive nearly free; and a guess begins
+    only on credit, which the compute thread grants with each message (how, is decided there).
 
     Args:
         host: owner of the slots.

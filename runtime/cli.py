@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from dataclasses import asdict
@@ -10,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from . import cli_options as options
 from . import trace_cli
-from .terminal import note, show_error
+from .errors import BudgetTooSmall
+from .terminal import note, print_json, show_error
 
 if TYPE_CHECKING:
     from .engine import SamplingArguments
@@ -23,7 +22,7 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 
 
-class _Commands(TyperGroup):
+class _Commands(options.Group):
     """Turns errors of the commands into a line on standard error and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -39,6 +38,9 @@ class _Commands(TyperGroup):
             if hasattr(error, "exit_code") or isinstance(error, BrokenPipeError | typer.Abort):
                 raise
             show_error(error, debug=ctx.meta.get(options.DEBUG, False))
+            meant = options.forgotten_unit(ctx.meta.get(options.MEMORY))
+            if meant is not None and isinstance(error, BudgetTooSmall):
+                note(f"did you mean --memory {meant}?")
             raise typer.Exit(1) from error
 
 
@@ -64,9 +66,7 @@ def root(
     context: typer.Context,
     version: Annotated[
         bool,
-        typer.Option(
-            "--version", help="Print the version.", callback=_print_version, is_eager=True
-        ),
+        options.flag("--version", "Print the version.", callback=_print_version, is_eager=True),
     ] = False,
     debug: options.Debug = False,
 ) -> None:
@@ -75,7 +75,7 @@ def root(
         typer.echo(context.get_help())
 
 
-@app.command()
+@app.command(cls=options.Command)
 def run(
     model: options.Model,
     prompt: Annotated[
@@ -85,7 +85,7 @@ def run(
         ),
     ],
     chat: Annotated[
-        bool, typer.Option("--chat", help="Send the prompt as a message of a chat.")
+        bool, options.flag("--chat", "Send the prompt as a message of a chat.")
     ] = False,
     system: options.System = None,
     json_output: options.Json = False,
@@ -105,7 +105,7 @@ def run(
     dtype: options.Dtype = None,
     no_direct: options.NoDirect = False,
     lanes: options.Lanes = None,
-    prefetch: options.Prefetch = None,
+    prefetch: options.Prefetch = "off",
     trace: options.Trace = None,
     debug: options.Debug = False,
 ) -> None:
@@ -130,10 +130,13 @@ def run(
     )
     text = read_prompt(prompt)
     request = messages(text, system) if chat else text
-    result = run_prompt(opened, request, sampling, quiet=json_output)
+    result, plan = run_prompt(opened, request, sampling, quiet=json_output)
     if json_output:
-        _print_json(
+        print_json(
             {
+                "model": model,
+                "slots": plan.slots,
+                "context": plan.context,
                 "text": result.text,
                 "tokens": result.tokens,
                 "finish_reason": result.finish_reason,
@@ -145,7 +148,7 @@ def run(
         note(stats_line(result))
 
 
-@app.command()
+@app.command(cls=options.Command)
 def chat(
     model: options.Model,
     system: options.System = None,
@@ -165,7 +168,7 @@ def chat(
     dtype: options.Dtype = None,
     no_direct: options.NoDirect = False,
     lanes: options.Lanes = None,
-    prefetch: options.Prefetch = None,
+    prefetch: options.Prefetch = "off",
     trace: options.Trace = None,
     debug: options.Debug = False,
 ) -> None:
@@ -190,7 +193,7 @@ def chat(
     talk(opened, sampling, system=system, stats=not no_stats)
 
 
-@app.command()
+@app.command(cls=options.Command)
 def plan(
     model: options.Model,
     memory: options.Memory = None,
@@ -204,14 +207,17 @@ def plan(
 
     report = inspect_plan(model, memory=memory, slots=slots, context=context)
     if json_output:
-        _print_json(report.to_json())
+        print_json(report.to_json())
     else:
         from .cli_output import print_plan
+        from .session import EngineOptions, note_changes
 
+        given = EngineOptions(model, memory, slots, context)
+        note_changes(given, report.plan, {}, report.longest_context)
         print_plan(report)
 
 
-@app.command()
+@app.command(cls=options.Command)
 def doctor(
     path: Annotated[
         Path,
@@ -226,35 +232,43 @@ def doctor(
     json_output: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Measure a drive and show what the machine has."""
-    from .cli_output import print_drive, print_machine
-    from .inspection import machine_facts, measure_drive
+    """Measure a drive and show what the machine has.
 
-    given = {
+    A directory, the current one unless given, gets a temporary file of --size, which is gone
+    afterwards. A file, or the largest *.safetensors of a model, is only read.
+    """
+    from .cli_output import binary_size, print_drive, print_machine
+    from .inspection import DriveOptions, machine_facts, measure_drive, measured_path
+
+    given: dict[str, Any] = {
         "file_bytes": file_size,
-        "sizes": read_sizes,
-        "depths": depths,
+        "sizes": read_sizes and tuple(read_sizes),
+        "depths": depths and tuple(depths),
         "seconds_per_cell": seconds,
     }
+    measured = DriveOptions(**{name: value for name, value in given.items() if value is not None})
+    if measured.file_bytes < measured.least_bytes:
+        raise typer.BadParameter(
+            f"--size must be at least {binary_size(measured.least_bytes)}: "
+            f"{max(measured.depths)} reads of {binary_size(min(measured.sizes))} at once"
+        )
+    target = measured_path(path, measured)
     facts = machine_facts()
     if not json_output:
         print_machine(facts)
-    try:
-        report = measure_drive(path, **{name: value for name, value in given.items() if value})
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    report = measure_drive(target, measured)
     if json_output:
-        _print_json({"machine": facts, "drive": report.to_json()})
+        print_json({"machine": facts, "drive": report.to_json()})
     else:
         print_drive(report)
 
 
-@app.command()
+@app.command(cls=options.Command)
 def demo(
     prompt: Annotated[
         str | None, typer.Option(metavar="TEXT", help="What to ask, instead of for a story.")
     ] = None,
-    slots: options.Slots = None,
+    slots: options.DemoSlots = None,
     max_tokens: options.MaxTokens = 160,
     json_output: options.Json = False,
     debug: options.Debug = False,
@@ -267,11 +281,13 @@ def demo(
     question = DEMO_PROMPT if prompt is None else prompt
     if json_output:
         quiet = compare(question, slots=slots, max_tokens=max_tokens, on_chunk=lambda chunk: None)
-        _print_json(quiet.to_json())
+        print_json(quiet.to_json())
         return
     typer.echo(f"> {question}\n")
     comparison = compare(question, slots=slots, max_tokens=max_tokens, on_chunk=show)
     typer.echo("\n")
+    if slots is not None and slots > (experts := comparison.streamed.experts):
+        note(f"--slots {slots} is more than there are: layers have {experts} experts")
     print_comparison(comparison)
     if comparison.first_difference is None:
         typer.echo("\nBoth runs gave the same tokens.")
@@ -284,10 +300,6 @@ def demo(
 app.add_typer(trace_cli.app, name="trace")
 
 
-def _print_json(value: dict[str, Any]) -> None:
-    typer.echo(json.dumps(value, ensure_ascii=False, indent=2))
-
-
 def main() -> None:
     """Entry point of the console script."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
@@ -295,6 +307,8 @@ def main() -> None:
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="replace")
+    # The tokenizer warns of prompts that are long by its own idea; the context is what counts.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:

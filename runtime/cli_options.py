@@ -212,7 +212,7 @@ Depths = Annotated[
     list[int] | None,
     typer.Option(
         "--depth",
-        metavar="INTEGER",
+        metavar="<int>",
         min=1,
         show_default="1, 2, 4, 8, 16",
         help="Reads in flight; may be repeated.",

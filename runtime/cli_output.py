@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
+from .errors import budget_text
 from .terminal import output_console
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ _PARTS = {
     "scratch": "scratch of a prompt chunk",
     "cache": "buffers that MLX keeps",
     "slots": "slots for experts",
+    "reserve": "reserve: for the allocator, and what makes no slot",
 }
 
 
@@ -79,7 +81,7 @@ def print_plan(report: PlanReport) -> None:
     table = _table("part", "memory")
     for name, nbytes in report.parts.items():
         table.add_row(_PARTS[name], size(nbytes))
-    table.add_row("in all", size(plan.total_bytes), style="bold")
+    table.add_row("in all", size(report.total), style="bold")
     console.print(table)
     console.print(f"context {plan.context} tokens, prompt chunks of {plan.chunk_tokens}")
     console.print()
@@ -94,10 +96,10 @@ def print_plan(report: PlanReport) -> None:
     console.print(
         f"experts {size(report.expert_bytes)} on disk, {percent(report.resident_share)} resident"
     )
-    console.print(f"the smallest budget that would do is {size(plan.minimum)}")
+    console.print(f"the smallest budget that would do is {budget_text(plan.minimum)}")
     console.print(
-        f"everything resident needs {size(report.everything_resident)}, "
-        f"with prompt chunks of {report.longest_chunk}"
+        f"everything resident needs {budget_text(report.everything_resident)}, "
+        f"with prompt chunks of {report.resident_chunk}"
     )
 
 
@@ -136,6 +138,11 @@ def print_drive(report: DriveReport) -> None:
         Text.assemble(("choice ", "bold"), f"{choice.mode}, {lanes}, {size(choice.bandwidth)}/s")
     )
     console.print(Text(f"why: {choice.why}"))
+    direct = choice.mode == "direct"
+    flags = f"{'' if direct else '--no-direct '}--lanes {choice.lanes}"
+    arguments = f"{'' if direct else 'direct=False, '}lanes={choice.lanes}"
+    console.print(Text(f"use it with: {flags}"))
+    console.print(Text(f"in Python:   Engine.open(..., {arguments})"))
 
 
 def _remarks(report: DriveReport) -> list[str]:
@@ -156,7 +163,8 @@ def _remarks(report: DriveReport) -> list[str]:
 def print_comparison(comparison: Comparison) -> None:
     """The two runs of the demo side by side."""
     streamed, resident = comparison.streamed, comparison.resident
-    table = _table("", "streamed", "everything resident")
+    first = "streamed" if streamed.slots < streamed.experts else "first run, resident too"
+    table = _table("", first, "everything resident")
     for name, cell in (
         ("slots a layer", lambda run: f"{run.slots} of {run.experts}"),
         ("tokens/s", lambda run: f"{run.tokens_per_second:.1f}"),

@@ -14,7 +14,6 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import load_tokenizer
 
 from ..io.loop import IoLoop
 from ..io.reader import RecordReader
@@ -22,6 +21,7 @@ from ..io.records import Record
 from ..models.experts import SiteUse, install_parameters
 from ..models.lookahead import build_predictor
 from ..models.switch import StreamingSwitch
+from .arguments import check_trace_path
 from .assembly import (
     Blueprint,
     Check,
@@ -41,6 +41,7 @@ from .readahead import ReadAhead
 from .store import ExpertStore
 from .streaming import ExpertStream
 from .streams import leased_streams
+from .tokenizing import end_tokens, load_tokenizer_of
 from .tracing import Tracer
 
 logger = logging.getLogger("moestream")
@@ -139,7 +140,7 @@ def prepare(settings: Settings) -> Prepared:
     widen = {None: None, "float32": True, "checkpoint": False}[settings.dtype]
     blueprint = draw_blueprint(resolve_model(settings.model), widen=widen)
     # Before the plan, which counts what the process holds: it brings large libraries along.
-    tokenizer = _tokenizer(blueprint.checkpoint.directory, blueprint.lazy.config)
+    tokenizer = load_tokenizer_of(blueprint.checkpoint.directory, blueprint.lazy.config)
     plan = plan_model(blueprint, settings)
     uses = zip(blueprint.uses, plan.slots, strict=True)
     streamed = tuple((use, slots) for use, slots in uses if slots < use.site.experts)
@@ -230,7 +231,7 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
         loaded = LoadedModel(
             model=model,
             tokenizer=tokenizer,
-            end_tokens=_end_tokens(tokenizer, config),
+            end_tokens=end_tokens(tokenizer, config),
             stream=stream,
             vocabulary=blueprint.size.vocabulary,
             context=plan.context,
@@ -294,6 +295,7 @@ _limits = _Limits()
 def _writable(trace: Path | None) -> Path | None:
     """The trace file, made empty; refused here rather than after the first tokens."""
     if trace is not None:
+        check_trace_path(trace)
         try:
             trace.write_bytes(b"")
         except OSError as error:
@@ -352,22 +354,3 @@ def _writing(tracer: Tracer, loop: IoLoop) -> Iterator[None]:
         tracer.close()
         with suppress(TimeoutError):  # a target that hangs: the loop cancels the writer
             written.result(TRACE_GRACE)
-
-
-def _tokenizer(directory: Path, config: dict[str, Any]) -> Any:
-    """mlx-lm's tokenizer, or None when the checkpoint comes without one."""
-    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tiktoken.model")
-    if not any((directory / name).exists() for name in names):
-        return None
-    return load_tokenizer(directory, eos_token_ids=_ids(config.get("eos_token_id")))
-
-
-def _end_tokens(tokenizer: Any, config: dict[str, Any]) -> frozenset[int]:
-    ids = set(_ids(config.get("eos_token_id")) or ())
-    return frozenset(ids | set(tokenizer.eos_token_ids if tokenizer is not None else ()))
-
-
-def _ids(value: Any) -> list[int] | None:
-    if value is None:
-        return None
-    return [value] if isinstance(value, int) else list(value)

@@ -7,15 +7,16 @@ import threading
 import traceback
 import warnings
 import weakref
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable
 from functools import partial
 from pathlib import Path
 from statistics import median
 from types import TracebackType
-from typing import Literal, Self, TypedDict, Unpack
+from typing import Any, Literal, Self, TypedDict, Unpack
 
 from ..io.errors import LoopClosed, MoestreamError
 from .api import Chunk, Generation, PrefetchStatistics, Statistics
+from .arguments import path_argument, whole
 from .assembly import Progress
 from .compute import ComputeThread
 from .core import DEFAULT_LANES, Core, Settings, running_core
@@ -24,7 +25,7 @@ from .generation import TokenLoop
 from .plan import Plan
 from .prefetch import OFF, PrefetchConfig
 from .request import Cancelled, Failed, Message, Request, State
-from .sampling import Prompt, Sampling, check_prompt
+from .sampling import Prompt, Sampling, early_check, freeze_prompt, make_sampling
 from .streaming import StepCounters
 
 
@@ -39,7 +40,7 @@ class SamplingArguments(TypedDict, total=False):
     seed: int | None
     repetition_penalty: float | None
     logit_bias: dict[int, float] | None
-    stop: str | Sequence[str]
+    stop: str | Iterable[str] | None
     ignore_eos: bool
     logprobs: int | None
 
@@ -90,8 +91,8 @@ class Engine:
                 takes float32 on the CPU backend, where 16-bit kernels are many times slower.
             direct: read past the page cache where the alignment of the file allows it.
             lanes: reads in flight at once.
-            prefetch: how experts are read ahead; "off" reads them when they are routed to, None
-                takes the defaults of ``PrefetchConfig``.
+            prefetch: how experts are read ahead, see ``PrefetchConfig``; "off" and None read them
+                when they are routed to.
             calibration: file that keeps what was learnt about predictions, for the next start.
             trace: file for a trace that opens in Perfetto.
             progress: called on the compute thread with (bytes, bytes in all) while loading.
@@ -125,7 +126,9 @@ class Engine:
 
     # -- generation ---------------------------------------------------------------------------
 
-    async def generate(self, prompt: Prompt, **sampling: Unpack[SamplingArguments]) -> Generation:
+    def generate(
+        self, prompt: Prompt, **sampling: Unpack[SamplingArguments]
+    ) -> Coroutine[Any, Any, Generation]:
         """Generate text; see ``Sampling`` for the arguments. Temperature 0 (greedy) is the default.
 
         Cancelling the awaiting task stops the request within one layer.
@@ -140,6 +143,9 @@ class Engine:
             ReadFailed: an expert could not be read; the next request may work.
             EngineClosed, EngineDead: the engine takes no requests.
         """
+        return self._generate(*self._read(prompt, sampling, "generate"))
+
+    async def _generate(self, prompt: Prompt, sampling: Sampling) -> Generation:
         request = self._submit(prompt, sampling, chunks=False)
         try:
             result = await request.receive()
@@ -149,7 +155,7 @@ class Engine:
         assert isinstance(result, Generation)
         return result
 
-    async def stream(
+    def stream(
         self, prompt: Prompt, **sampling: Unpack[SamplingArguments]
     ) -> AsyncGenerator[Chunk, None]:
         """Generate text token by token; arguments and errors as for ``generate``.
@@ -157,6 +163,9 @@ class Engine:
         Each chunk is handed out before the next token is computed. Closing the iterator (also by
         leaving the loop inside ``contextlib.aclosing``) stops the request within one layer.
         """
+        return self._stream(*self._read(prompt, sampling, "stream"))
+
+    async def _stream(self, prompt: Prompt, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
         request = self._submit(prompt, sampling, chunks=True)
         try:
             while isinstance(message := await request.receive(), Chunk):
@@ -164,9 +173,18 @@ class Engine:
         finally:
             self._cancel(request)
 
-    def _submit(self, prompt: Prompt, sampling: SamplingArguments, *, chunks: bool) -> Request:
-        check_prompt(prompt)
-        request = Request(prompt, Sampling(**sampling), chunks=chunks)
+    def _read(
+        self, prompt: Prompt, arguments: SamplingArguments, function: str
+    ) -> tuple[Prompt, Sampling]:
+        """Check and copy the arguments at the time of the call."""
+        sampling = make_sampling(arguments, function=function)
+        loaded = self._core.loaded
+        prompt = freeze_prompt(prompt, context=loaded.context)
+        early_check(sampling, prompt, vocabulary=loaded.vocabulary, context=loaded.context)
+        return prompt, sampling
+
+    def _submit(self, prompt: Prompt, sampling: Sampling, *, chunks: bool) -> Request:
+        request = Request(prompt, sampling, chunks=chunks)
         self._thread.submit(_GenerationJob(request, self._totals))
         return request
 
@@ -392,16 +410,12 @@ def _settings(
     trace: str | Path | None,
     calibration: str | Path | None,
 ) -> Settings:
-    for name, value in (("slots", slots), ("context", context), ("lanes", lanes)):
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int) or value < 1
-        ):
-            raise InvalidRequest(f"{name}={value!r} must be a whole number of at least 1")
+    slots = None if slots is None else whole("slots", slots, least=1)
+    context = None if context is None else whole("context", context, least=1)
+    lanes = whole("lanes", lanes, least=1)
     if dtype not in (None, "float32", "checkpoint"):
         raise InvalidRequest(f"dtype={dtype!r} must be 'float32', 'checkpoint' or None")
-    if prefetch is None:
-        prefetch = PrefetchConfig()
-    elif prefetch == "off":
+    if prefetch is None or prefetch == "off":
         prefetch = OFF
     elif not isinstance(prefetch, PrefetchConfig):
         raise InvalidRequest(f"prefetch={prefetch!r} must be a PrefetchConfig, 'off' or None")
@@ -413,9 +427,9 @@ def _settings(
         dtype=dtype,
         direct=direct,
         lanes=lanes,
-        trace=None if trace is None else Path(trace),
+        trace=path_argument("trace", trace),
         prefetch=prefetch,
-        calibration=None if calibration is None else Path(calibration),
+        calibration=path_argument("calibration", calibration),
     )
 
 

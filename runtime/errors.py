@@ -33,9 +33,10 @@ class BudgetTooSmall(MoestreamError):
     """
 
     def __init__(self, given: int, minimum: int, parts: Mapping[str, int]) -> None:
+        listed = ", ".join(f"{name} {budget_text(nbytes)}" for name, nbytes in parts.items())
         super().__init__(
-            f"memory={budget_text(given)} is too small: this model needs at least {budget_text(minimum)} "
-            f"({', '.join(f'{name} {budget_text(nbytes)}' for name, nbytes in parts.items())})"
+            f"memory={budget_text(given)} is too small: "
+            f"this model needs at least {budget_text(minimum)} ({listed})"
         )
         self.given = given
         self.minimum = minimum
@@ -45,11 +46,31 @@ class HubUnavailable(MoestreamError):
     """A model id could not be downloaded."""
 
 
+class TokenizerBroken(MoestreamError):
+    """The checkpoint has a tokenizer that cannot be loaded; the cause is chained.
+
+    Args:
+        directory: of the checkpoint.
+        problem: what is wrong, in one line.
+    """
+
+    def __init__(self, directory: Path, problem: str) -> None:
+        super().__init__(
+            f"the tokenizer in {directory} cannot be loaded: {problem}; download its tokenizer "
+            "files again, or remove them to give prompts as token ids"
+        )
+        self.directory = directory
+        self.problem = problem
+
+
 class TraceUnwritable(MoestreamError):
     """The trace file cannot be written."""
 
     def __init__(self, path: Path, error: OSError) -> None:
-        super().__init__(f"cannot write a trace to {path}: {error.strerror or error}")
+        name = str(path)
+        if len(name) > 200:
+            name = f"{name[:100]}...{name[-100:]}"
+        super().__init__(f"cannot write a trace to {name}: {error.strerror or error}")
 
 
 class EngineClosed(MoestreamError):

@@ -19,10 +19,11 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..io.errors import ReadsPurged
 from .api import Chunk, FinishReason, Generation, GenerationStats, TokenLogprob
+from .arguments import first_line
 from .errors import InvalidRequest, PromptTooLong
 from .plan import LOGITS_BYTES
 from .request import Cancelled, Request
-from .sampling import Prompt, Sampling, StopText
+from .sampling import Prompt, Sampling, StopText, check_tokens
 from .streaming import ExpertStream, Step, StepCounters
 from .tracing import Tracer
 
@@ -314,19 +315,20 @@ def encode(loaded: LoadedModel, prompt: Prompt) -> list[int]:
         if tokenizer is None:
             raise InvalidRequest("the checkpoint has no tokenizer; give the prompt as token ids")
         # A text that begins with the special token already (a rendered chat template) keeps one.
-        special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
-        tokens = tokenizer.encode(prompt, add_special_tokens=special)
+        special = not tokenizer.bos_token or not prompt.startswith(tokenizer.bos_token)
+        try:
+            tokens = list(tokenizer.encode(prompt, add_special_tokens=special))
+        except Exception as error:  # of many kinds; all of them are about this text
+            raise InvalidRequest(f"the tokenizer refuses this text: {first_line(error)}") from error
     elif not isinstance(prompt[0], Mapping):
         tokens = [int(token) for token in prompt]  # type: ignore[arg-type]
-        wrong = next((token for token in tokens if not 0 <= token < loaded.vocabulary), None)
-        if wrong is not None:
-            raise InvalidRequest(f"token {wrong} is not in the vocabulary of {loaded.vocabulary}")
     else:
         if tokenizer is None or not tokenizer.has_chat_template:
             raise InvalidRequest("the checkpoint has no chat template; give the prompt as text")
         tokens = _render(tokenizer, prompt)
     if not tokens:
         raise InvalidRequest("the prompt is empty")
+    check_tokens(tokens, loaded.vocabulary)
     return tokens
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
-from ..io.errors import CheckpointNotFound
-from .errors import HubUnavailable
+from ..io.errors import CheckpointNotFound, MoestreamError
+from .arguments import first_line, path_argument, show_path
+from .errors import HubUnavailable, InvalidRequest
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -15,15 +17,59 @@ def resolve_model(model: str | Path) -> Path:
     """The local directory of a model; downloads a Hub id, with a progress bar on a terminal.
 
     Raises:
+        InvalidRequest: not a name at all.
         CheckpointNotFound: neither a directory nor a Hub id.
         HubUnavailable: the id is unknown, or the hub cannot be reached and there is no cached copy.
     """
-    path = Path(model).expanduser()
-    if path.exists() or not (isinstance(model, str) and _HUB_ID.fullmatch(model)):
-        if not path.exists():
-            raise CheckpointNotFound(f"{path} does not exist; give a model directory or a Hub id")
-        return path
-    return _download(model)
+    path = _path(model)
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        if isinstance(model, str) and _HUB_ID.fullmatch(model):
+            return _download(model)
+        raise CheckpointNotFound(
+            f"{show_path(path)} does not exist; give a model directory or a Hub id"
+        ) from None
+    except OSError as error:  # too long, no permission, a circle of links
+        raise CheckpointNotFound(
+            f"{show_path(path)} cannot be opened: {error.strerror}; give a model directory or a "
+            "Hub id"
+        ) from error
+    return path
+
+
+def local_model(model: str | Path) -> Path | None:
+    """The local directory of a model that need not be downloaded (any more), or None."""
+    try:
+        path = _path(model)
+        if os.path.exists(path):
+            return path
+    except MoestreamError:
+        return None
+    if not (isinstance(model, str) and _HUB_ID.fullmatch(model)):
+        return None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+    from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
+
+    try:
+        return Path(
+            snapshot_download(model, allow_patterns=DEFAULT_ALLOW_PATTERNS, local_files_only=True)
+        )
+    except (HFValidationError, OSError):  # its errors about missing files are OSErrors
+        return None
+
+
+def _path(model: object) -> Path:
+    given = path_argument("model", model)
+    if given is None:
+        raise InvalidRequest("model=None must be a model directory or a Hub id")
+    try:
+        return given.expanduser()
+    except RuntimeError as error:
+        raise CheckpointNotFound(
+            f"{show_path(given)} does not exist: there is no home directory for {given.parts[0]}"
+        ) from error
 
 
 def _download(name: str) -> Path:
@@ -31,6 +77,7 @@ def _download(name: str) -> Path:
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
+        HFValidationError,
         LocalEntryNotFoundError,
         OfflineModeIsEnabled,
         RepositoryNotFoundError,
@@ -39,6 +86,10 @@ def _download(name: str) -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=DEFAULT_ALLOW_PATTERNS))
+    except HFValidationError as error:
+        raise CheckpointNotFound(
+            f"{show_path(name)} is neither a directory nor a Hub id ({first_line(error)})"
+        ) from error
     except GatedRepoError as error:
         raise HubUnavailable(
             f"{name} is gated: accept its licence on the hub and log in"

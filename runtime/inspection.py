@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import metadata, util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from .terminal import interrupts_held, progress_bar
 
 if TYPE_CHECKING:
     from ..io.drive import DriveReport
-    from .plan import LayerSize, Plan
+    from .plan import LayerSize, ModelSize, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +41,9 @@ class PlanReport:
         groups: the MoE layers.
         expert_bytes: all experts on disk.
         resident_share: of the experts' memory, what the slots hold.
-        everything_resident: the budget that holds every expert beside the longest prompt chunks; a
-            smaller one may hold them too, with shorter chunks.
-        longest_chunk: tokens of these chunks.
+        everything_resident: the smallest budget that holds every expert.
+        resident_chunk: tokens of a prompt chunk under that budget.
+        longest_context: tokens that the model was made for.
     """
 
     model: str
@@ -53,13 +54,14 @@ class PlanReport:
     expert_bytes: int
     resident_share: float
     everything_resident: int
-    longest_chunk: int
+    resident_chunk: int
+    longest_context: int
 
     @property
     def parts(self) -> dict[str, int]:
-        """What the memory goes to; sums to the plan's total."""
+        """What the memory goes to; sums to the budget, if there is one."""
         plan = self.plan
-        return {
+        parts = {
             "process": plan.process_bytes,
             "trunk": plan.trunk_bytes,
             "kv": plan.kv_bytes,
@@ -67,6 +69,14 @@ class PlanReport:
             "cache": plan.cache_bytes,
             "slots": plan.slot_bytes,
         }
+        if plan.budget is not None:
+            parts["reserve"] = plan.budget - sum(parts.values())
+        return parts
+
+    @property
+    def total(self) -> int:
+        """Sum of the parts."""
+        return sum(self.parts.values())
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, ready for ``json.dumps``."""
@@ -80,7 +90,7 @@ class PlanReport:
             "context": self.plan.context,
             "chunk_tokens": self.plan.chunk_tokens,
             "parts": self.parts,
-            "total": self.plan.total_bytes,
+            "total": self.total,
             "expert_bytes": self.expert_bytes,
             "resident_share": self.resident_share,
             "layers": [asdict(group) for group in self.groups],
@@ -98,7 +108,6 @@ def inspect_plan(
     """
     with interrupts_held():
         from .core import Settings, prepare
-        from .plan import SLACK, make_plan
         from .streams import leased_streams
 
     settings = Settings(model=model, memory=memory, slots=slots, context=context)
@@ -107,12 +116,8 @@ def inspect_plan(
         blueprint, plan = prepared.blueprint, prepared.plan
         layers = blueprint.size.layers
         everything = sum(layer.experts * layer.slot_bytes for layer in layers)
-        whole = make_plan(
-            blueprint.size,
-            budget=None,
-            process_bytes=plan.process_bytes,
-            context=plan.context,
-            slots=max(layer.experts for layer in layers),
+        whole = smallest_resident_plan(
+            blueprint.size, process_bytes=plan.process_bytes, context=plan.context
         )
         return PlanReport(
             model=str(blueprint.checkpoint.directory),
@@ -122,9 +127,33 @@ def inspect_plan(
             groups=_groups(layers, plan.slots),
             expert_bytes=sum(layer.experts * layer.record_bytes for layer in layers),
             resident_share=plan.slot_bytes / everything,
-            everything_resident=int(whole.total_bytes / (1 - SLACK)) + 1,
-            longest_chunk=whole.chunk_tokens,
+            everything_resident=whole.budget or 0,
+            resident_chunk=whole.chunk_tokens,
+            longest_context=blueprint.size.longest_context,
         )
+
+
+def smallest_resident_plan(model: ModelSize, *, process_bytes: int, context: int) -> Plan:
+    """The plan of the smallest budget under which every expert is resident."""
+    from .plan import make_plan
+
+    plan_with = partial(make_plan, model, process_bytes=process_bytes, context=context)
+    experts = [layer.experts for layer in model.layers]
+    by_hand = plan_with(budget=None, slots=max(experts))
+    # A larger budget never gives fewer slots, so bisecting finds the smallest.
+    below = by_hand.minimum - 1
+    plan = plan_with(budget=max(by_hand.total_bytes, by_hand.minimum))
+    while list(plan.slots) != experts:
+        assert plan.budget is not None
+        below = plan.budget
+        plan = plan_with(budget=plan.budget + plan.budget // 8)
+    while plan.budget is not None and plan.budget - below > 1:
+        middle = plan_with(budget=(below + plan.budget) // 2)
+        if list(middle.slots) == experts:
+            plan = middle
+        else:
+            below = middle.budget or 0
+    return plan
 
 
 def _groups(layers: Sequence[LayerSize], slots: Sequence[int]) -> tuple[LayerGroup, ...]:
@@ -179,19 +208,41 @@ def _device() -> str:
     return f"{kind} ({name})" if name else kind
 
 
-def measure_drive(path: Path, **options: Any) -> DriveReport:
-    """Measure the drive at a path under a progress bar; a model's directory by its largest file."""
-    from ..io.drive import DriveError, measure
+@dataclass(frozen=True, slots=True)
+class DriveOptions:
+    """How a drive is to be measured; see ``measure``."""
+
+    file_bytes: int = 1 << 30
+    sizes: tuple[int, ...] = (64 << 10, 512 << 10, 2 << 20, 8 << 20)
+    depths: tuple[int, ...] = (1, 2, 4, 8, 16)
+    seconds_per_cell: float = 0.4
+
+    @property
+    def least_bytes(self) -> int:
+        """A smaller file cannot be measured: not every lane would have a block to read."""
+        return min(self.sizes) * max(self.depths)
+
+
+def measured_path(path: Path, options: DriveOptions) -> Path:
+    """The largest weight file of a model's directory, if it is large enough; else the path itself.
+
+    Raises:
+        DriveError: there is nothing.
+    """
+    from ..io.drive import DriveError
 
     if not path.exists():
         raise DriveError(f"{path} does not exist; give a directory or a file")
-    with progress_bar("measuring the drive") as progress:
-        return measure(measured_path(path), progress=progress, **options)
-
-
-def measured_path(path: Path) -> Path:
-    """The largest weight file of a model's directory; any other path itself."""
     if not path.is_dir() or not (path / "config.json").is_file():
         return path
-    files = [file for file in path.iterdir() if file.is_file()]
-    return max(files, key=lambda file: file.stat().st_size)
+    sizes = {file: file.stat().st_size for file in path.glob("*.safetensors") if file.is_file()}
+    largest = max(sizes, key=lambda file: sizes[file], default=None)
+    return path if largest is None or sizes[largest] < options.least_bytes else largest
+
+
+def measure_drive(path: Path, options: DriveOptions) -> DriveReport:
+    """Measure the drive under a progress bar."""
+    from ..io.drive import measure
+
+    with progress_bar("measuring the drive") as progress:
+        return measure(path, progress=progress, **asdict(options))

@@ -183,16 +183,28 @@ def make_plan(
     else:
         assert budget is not None
         if budget < minimum:
+            scratch = _scratch(model, min(LEAST_CHUNK_TOKENS, context), context)
             parts = {
                 "process": process_bytes,
                 "trunk": model.trunk_bytes,
-                "caches": kv_bytes,
+                "KV cache": kv_bytes,
+                "prompt scratch": scratch,
+                "MLX's buffers": CACHE_BYTES,
                 "slots": floor,
+                "reserve": minimum - least,
             }
             raise BudgetTooSmall(budget, minimum, parts)
         usable = int(budget * (1 - SLACK)) - fixed
         chunk, reserved = _chunk(model, context, spare=usable - floor)
         chosen = share_slots(model.layers, usable - reserved)
+        left = usable - reserved - _slot_bytes(model, chosen)
+        if left > 0 and all(
+            n == layer.experts for n, layer in zip(chosen, model.layers, strict=True)
+        ):
+            # Everything is resident: what is left makes the prompt chunks longer.
+            whole = _scratch(model, min(CHUNK_TOKENS, context), context)
+            reserved = min(reserved + left, max(whole, reserved))
+            chunk = fitting_chunk(model, context, reserved)
     return Plan(
         budget=budget,
         process_bytes=process_bytes,
@@ -200,7 +212,7 @@ def make_plan(
         kv_bytes=kv_bytes,
         scratch_bytes=reserved,
         cache_bytes=CACHE_BYTES,
-        slot_bytes=sum(n * layer.slot_bytes for n, layer in zip(chosen, model.layers, strict=True)),
+        slot_bytes=_slot_bytes(model, chosen),
         context=context,
         chunk_tokens=chunk,
         slots=tuple(chosen),
@@ -227,6 +239,10 @@ def share_slots(layers: Sequence[LayerSize], spare: int) -> list[int]:
             break
         chosen[index] += 1
     return chosen
+
+
+def _slot_bytes(model: ModelSize, slots: Sequence[int]) -> int:
+    return sum(n * layer.slot_bytes for n, layer in zip(slots, model.layers, strict=True))
 
 
 def _scratch(model: ModelSize, chunk: int, context: int) -> int:

@@ -37,6 +37,8 @@ class PrefetchConfig:
             they delay demands or are wasted; "always" whenever no demand waits.
         order: "value" reads by probability and distance, "fifo" as they come.
         lookahead_price: cost of one layer of distance, in nats of log probability.
+        embedding: predict the first layers of a token from its embedding, before anything else of
+            it is computed; needs a synchronisation of its own.
         hits_first: compute the experts that are there while the missing ones are read.
         deterministic: residency does not depend on timing: guesses get their slots when they are
             made, and are waited for at the next layer. For debugging and tests.
@@ -56,6 +58,7 @@ class PrefetchConfig:
     admission: Literal["idle", "always"] = "idle"
     order: Literal["value", "fifo"] = "value"
     lookahead_price: float = 0.5
+    embedding: bool = False
     hits_first: bool = False
     deterministic: bool = False
 

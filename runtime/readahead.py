@@ -17,6 +17,10 @@ from .prefetch import Calibration, Governor, PrefetchConfig, Trial, parse_layers
 from .store import Demanded, ExpertStore
 from .tracing import Tracer
 
+HOST_SECONDS = 200e-6
+"""Interpreter time of one read, on the loop and in a lane (measured on two slow cores: the compute
+thread cannot build graphs meanwhile)."""
+
 EMBEDDING = 99
 """Stands for the distance of a prediction that was made from the token's embedding."""
 
@@ -133,6 +137,8 @@ class ReadAhead:
 
     def build(self, group: int) -> list[mx.array]:
         """Ranks of the layers ahead, unevaluated: they belong into the layer's own sync."""
+        if self._resting:
+            return []
         residual = self._predictor.residual(group)
         if residual is None or residual.shape[0] * residual.shape[1] != 1:
             return []
@@ -146,12 +152,14 @@ class ReadAhead:
         self, group: int, x: mx.array
     ) -> tuple[list[tuple[int, int]], list[mx.array]]:
         """Distance 0: ranks of a layer from its own input, before its attention."""
-        if not self._allowed[group] or x.shape[0] * x.shape[1] != 1:
+        if self._resting or not self._allowed[group] or x.shape[0] * x.shape[1] != 1:
             return [], []
         return [(0, group)], self._rank([group], x)
 
     def build_from_embedding(self, token: int) -> tuple[list[tuple[int, int]], list[mx.array]]:
         """The same for the first layers of a token, of which no layer has been computed."""
+        if self._resting or not self._config.embedding:
+            return [], []
         reach = max(self._config.distances, default=0)
         targets = [(EMBEDDING, g) for g in range(min(reach, len(self._layers))) if self._allowed[g]]
         if not targets:
@@ -216,10 +224,11 @@ class ReadAhead:
             if not config.reads or not self._wants(target):
                 continue
             at = position + target - first
+            least = max(config.min_score, self._least(target))
             chosen = [
                 Guess((target, expert), at, max(chance, 1e-6))
                 for expert, chance in zip(ranked, chances, strict=False)
-                if chance >= config.min_score
+                if chance >= least
             ]
             if config.layer_budget is not None:
                 chosen = chosen[: config.layer_budget]
@@ -227,15 +236,35 @@ class ReadAhead:
                 chosen = chosen[: int(self._forward_left)]
             self._forward_left -= len(chosen)
             guesses += chosen
-        if config.order == "fifo":
+        if config.order == "value":
+            price = config.lookahead_price
+            guesses.sort(key=lambda guess: price * guess.position - math.log(guess.probability))
+        else:
             # One probability and one position for all: the queue then keeps the order of arrival.
             guesses = [Guess(guess.key, guess.position, 1.0) for guess in guesses]
         return guesses
 
+    def _least(self, target: int) -> float:
+        """Probability from which a guess is worth its host time.
+
+        It costs ``HOST_SECONDS`` of the interpreter when it is wrong, and saves the wait for a
+        record when it is right: p * record / bandwidth > (1 - p) * HOST_SECONDS.
+        """
+        if self._config.admission == "always":
+            return 0.0
+        bandwidth = self._loop.bandwidth
+        saved = self._store.groups[target].stored_bytes / bandwidth if bandwidth else 1e-3
+        return HOST_SECONDS / (HOST_SECONDS + saved)
+
+    @property
+    def _resting(self) -> bool:
+        """Whether the trial has found tokens without guesses faster: nothing is predicted then."""
+        return self._tried and not self.trial.on
+
     def _wants(self, target: int) -> bool:
         if self._config.admission == "always" or self._config.deterministic:
             return True
-        return self.governor.wants(target) and self.trial.on
+        return self.governor.wants(target)
 
     def targets(self, group: int) -> list[tuple[int, int]]:
         """(distance, group) of what ``build`` predicts at a layer."""

@@ -151,20 +151,25 @@ class Residency:
             slots[position] = slot
         return Acquired(slots, reads, joins, paid)
 
-    def guess(self, expert: int) -> int:
-        """Give an absent expert a slot for a read that nobody waits for.
+    def spare(self) -> bool:
+        """Whether a guess may take a slot now.
 
-        Returns -1 when that would take a slot that is worth more: the layer's calls need room, and
-        what was used lately stays.
+        Not when it would take one that is worth more: the layer's calls need room, and what was
+        used lately stays.
         """
         if self.room() <= self._reserve:
+            return False
+        if self._free:
+            return True
+        victim = self._victim()
+        if victim is None:
+            return False
+        return self._calls - self._used_at[self._slot_of[victim]] > self._protected
+
+    def guess(self, expert: int) -> int:
+        """Give an absent expert a slot for a read that nobody waits for; -1 if none is spare."""
+        if not self.spare():
             return NONE
-        if not self._free:
-            victim = self._victim()
-            if victim is None:
-                return NONE
-            if self._calls - self._used_at[self._slot_of[victim]] <= self._protected:
-                return NONE
         slot = self._take(expert)
         self._guessed[slot] = 1
         self._unpinnable += 1

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..io.errors import ReadFailed
@@ -15,6 +17,7 @@ from .terminal import interrupts_held, note, progress_bar, show_error
 if TYPE_CHECKING:
     from .api import Chunk, Generation
     from .engine import Engine, SamplingArguments
+    from .plan import Plan
     from .sampling import Message, Prompt
 
 
@@ -29,17 +32,20 @@ class EngineOptions:
     dtype: str | None = None
     direct: bool = True
     lanes: int | None = None
-    prefetch: str | None = None
+    prefetch: str = "off"
     trace: str | None = None
 
 
 async def open_engine(options: EngineOptions) -> Engine:
     """Open the engine under a progress bar."""
     from .engine import Engine
+    from .prefetch import PrefetchConfig
 
     arguments: dict[str, Any] = asdict(options)
     if options.lanes is None:  # the engine knows its default
         del arguments["lanes"]
+    if options.prefetch == "on":
+        arguments["prefetch"] = PrefetchConfig()
     with progress_bar("loading", sizes=True) as progress:
         return await Engine.open(**arguments, progress=progress)
 
@@ -48,10 +54,10 @@ def check_request(prompt: Prompt, sampling: SamplingArguments) -> None:
     """Refuse a request before a large model has been loaded for it."""
     with interrupts_held():
         from . import engine  # noqa: F401  # not used here, but now it is there
-        from .sampling import Sampling, check_prompt
+        from .sampling import check_prompt, make_sampling
 
     check_prompt(prompt)
-    Sampling(**sampling)
+    make_sampling(sampling)
 
 
 async def follow(
@@ -69,20 +75,21 @@ async def follow(
 
 def run_prompt(
     options: EngineOptions, prompt: Prompt, sampling: SamplingArguments, *, quiet: bool
-) -> Generation:
+) -> tuple[Generation, Plan]:
     """Generate one answer; unless quiet, it is written to standard output as it comes."""
     check_request(prompt, sampling)
 
-    async def generate() -> Generation:
+    async def generate() -> tuple[Generation, Plan]:
         async with await open_engine(options) as engine:
             if quiet:
-                return await engine.generate(prompt, **sampling)
-            return await follow(engine, prompt, sampling, show)
+                return await engine.generate(prompt, **sampling), engine.plan
+            note_changes(options, engine.plan, sampling)
+            return await follow(engine, prompt, sampling, show), engine.plan
 
-    result = asyncio.run(generate())
+    result, plan = asyncio.run(generate())
     if not quiet:
         print()
-    return result
+    return result, plan
 
 
 def show(chunk: Chunk) -> None:
@@ -91,8 +98,8 @@ def show(chunk: Chunk) -> None:
 
 
 def read_prompt(text: str) -> str:
-    """The text of a prompt; "-" stands for standard input."""
-    return sys.stdin.read() if text == "-" else text
+    """The text of a prompt; "-" stands for standard input, without the end of its last line."""
+    return sys.stdin.read().removesuffix("\n") if text == "-" else text
 
 
 def messages(text: str, system: str | None) -> list[Message]:
@@ -106,21 +113,89 @@ def stats_line(result: Generation) -> str:
     from .cli_output import percent, size
 
     stats = result.stats
-    seconds = stats.time_to_first_token + _decode_seconds(result)
+    first = stats.time_to_first_token
     parts = [
-        f"{result.prompt_tokens} prompt tokens",
-        f"first token after {stats.time_to_first_token:.2f} s",
-        f"{len(result.tokens)} tokens at {stats.decode_tokens_per_second:.1f}/s",
-        f"hits {percent(stats.hit_rate)}",
-        f"{size(stats.bytes_read)} read",
-        f"stalled {percent(stats.stall_seconds / seconds if seconds else 0.0)}",
+        f"prompt {result.prompt_tokens} tokens in {first:.{2 if first < 100 else 0}f} s",
+        f"answer {len(result.tokens)} at {stats.decode_tokens_per_second:.1f}/s",
     ]
+    if stats.hits + stats.misses == 0:
+        parts.append("all experts resident")
+    else:
+        seconds = first + _decode_seconds(result)
+        parts += [
+            f"hits {percent(stats.hit_rate)}",
+            f"read {size(stats.bytes_read)}",
+            f"stalled {stats.stall_seconds / seconds if seconds else 0.0:.0%}",
+        ]
     return "; ".join(parts)
 
 
 def _decode_seconds(result: Generation) -> float:
     rate = result.stats.decode_tokens_per_second
     return (len(result.tokens) - 1) / rate if rate else 0.0
+
+
+# -- what was not done as asked -----------------------------------------------------------------
+
+
+def note_changes(
+    options: EngineOptions, plan: Plan, sampling: SamplingArguments, longest: int | None = None
+) -> None:
+    """A line on standard error for each argument that was ignored, cut or is doubtful.
+
+    Args:
+        options: as they were given.
+        plan: what was made of them.
+        sampling: of the first request.
+        longest: tokens that the model was made for; looked up where that is needed.
+    """
+    if options.context is not None and longest is None:
+        longest = _limit_of(options.model)
+    for line in changes(options, plan, sampling.get("max_tokens"), longest):
+        note(line)
+
+
+def changes(
+    options: EngineOptions, plan: Plan, max_tokens: int | None, longest: int | None
+) -> Iterator[str]:
+    """What ``note_changes`` says."""
+    import psutil
+
+    from .cli_output import size
+    from .plan import parse_size
+
+    memory, slots, context = options.memory, options.slots, options.context
+    if slots is not None and memory == "all":
+        yield f"--slots {slots} is ignored: --memory all holds every expert"
+    elif slots is not None:
+        if memory is not None:
+            yield f"--memory {memory} is ignored: --slots says what is held"
+        if slots > max(plan.slots):
+            yield f"--slots {slots} is more than there are: layers have {max(plan.slots)} experts"
+    elif memory is not None and memory != "all":
+        total = int(psutil.virtual_memory().total)
+        if parse_size(memory) > total:
+            yield f"--memory {memory} is more than this machine has ({size(total)})"
+    if context is not None and longest is not None and context > longest:
+        yield f"--context {context} is beyond the {longest} tokens that the model was made for"
+    if max_tokens is not None and max_tokens > plan.context:
+        yield f"--max-tokens {max_tokens} is cut: prompt and answer get {plan.context} tokens"
+
+
+def _limit_of(model: str) -> int | None:
+    """Tokens that a model was made for, which has been opened and so is on this machine."""
+    from huggingface_hub import snapshot_download
+
+    from .assembly import _longest_context, _text_config
+
+    try:
+        directory = Path(model).expanduser()
+        if not directory.is_dir():
+            directory = Path(snapshot_download(model, local_files_only=True))
+        config = json.loads((directory / "config.json").read_bytes())
+    except (OSError, ValueError):  # it has gone meanwhile
+        return None
+    return _longest_context(_text_config(config)) if isinstance(config, dict) else None
 
 
 # -- chat ---------------------------------------------------------------------------------------
@@ -138,6 +213,7 @@ def chat(
     with asyncio.Runner() as runner:
         engine = runner.run(open_engine(options))
         try:
+            note_changes(options, engine.plan, sampling)
             _Chat(runner, engine, sampling, system, stats).loop()
         finally:
             runner.run(engine.aclose())

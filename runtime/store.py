@@ -211,8 +211,7 @@ class ExpertStore:
                 self._count_misses(group, got, predicted, result)
             if books.residency.evicted:
                 self._count_evicted(group)
-            wanted = [guess for guess in guesses if self._is_absent(guess)] if guesses else ()
-            self.counters.guesses += len(wanted)
+            wanted = self._wanted(guesses, grant) if guesses else ()
         if self._tracer.enabled:
             self._trace_asks(group, got.joins, position, wanted)
         if got.reads or got.joins or wanted:
@@ -292,10 +291,24 @@ class ExpertStore:
         self.counters.guesses_wasted += 1
         self.counters.wasted_bytes += self.groups[key[0]].stored_bytes
 
+    def _wanted(self, guesses: Sequence[Guess], grant: float) -> list[Guess]:
+        """Of guesses in the order of their worth, those that there is a use and a grant for."""
+        wanted: list[Guess] = []
+        for guess in guesses:
+            if self._is_absent(guess):
+                wanted.append(guess)
+                grant -= self.groups[guess.key[0]].stored_bytes
+                if grant < 0:  # one more than the grant holds: demands may make others void
+                    break
+        self.counters.guesses += len(wanted)
+        return wanted
+
     def _is_absent(self, guess: Guess) -> bool:
         group, expert = guess.key
         residency = self.groups[group].residency
         if residency.slot(expert) == NONE:
+            if self._prefetch.destination == "slots":
+                return residency.spare()
             return guess.key not in self._staging and guess.key not in self._warming
         if not self._prefetch.missing_only:
             residency.touch(expert)
@@ -306,10 +319,9 @@ class ExpertStore:
     ) -> None:
         """Hand guesses to the loop outside of a layer call; ``position`` is the last call's."""
         with self._lock:
-            wanted = tuple(guess for guess in guesses if self._is_absent(guess))
-            self.counters.guesses += len(wanted)
+            wanted = self._wanted(guesses, grant)
         if wanted:
-            self._loop.submit(Ask(owner, position, guesses=wanted, grant=grant))
+            self._loop.submit(Ask(owner, position, guesses=tuple(wanted), grant=grant))
 
     def ahead(self, guesses: Sequence[Guess], *, owner: Hashable) -> list[Future[None]]:
         """Begin guesses at once, whatever the drive does: their slots are assigned here.

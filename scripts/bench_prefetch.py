@@ -1,9 +1,9 @@
 """Off, FIFO and ours, side by side: does reading ahead pay, and does it ever cost?
 
 Routing is real: the trained demo model answers questions. Its records are small, so each is padded
-on disk to the size of a large model's record: a component of noise that is read with direct
-I/O into the slot and never used. The engines of all arms are open at once in one process and take turns,
-question by question, in rotating order; end tokens are ignored and counts fixed.
+on disk to the size of a large model's record: a component of noise that is read with direct I/O
+into the slot and never used. The engines of all arms are open at once in one process and take
+turns, question by question, in rotating order; end tokens are ignored and counts fixed.
 
     python scripts/bench_prefetch.py [--record-mb 0.5] [--share 0.125 0.25 0.5] [--throttle MB/s]
                                      [--tokens 48] [--questions 4] [--csv FILE]
@@ -77,7 +77,7 @@ def pad_records(folder: Path, record_bytes: int) -> None:
     original = patched.make_record
 
     def padded(blueprint: Any, site: Any) -> Record:
-        record = original(blueprint, site)
+        record: Record = original(blueprint, site)
         extra = max(record_bytes - record.stored_bytes, 0) // PAGE * PAGE
         if not extra:
             return record

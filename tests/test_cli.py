@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import inspect
 import io
 import json
 import os
@@ -18,7 +20,8 @@ import pytest
 from typer.testing import CliRunner
 
 import moestream
-from moestream.runtime import cli_output, demo, inspection
+from moestream.io import drive
+from moestream.runtime import cli_output, demo, inspection, plan, session
 from moestream.runtime.cli import app, main
 from moestream.runtime.terminal import interrupts_held
 
@@ -98,6 +101,7 @@ def error_line(*arguments: str, stdin: str | None = None) -> str:
 def test_help(command: list[str], options: list[str]) -> None:
     text = plain(call(*command, "--help")[0])
     assert [option for option in options if option not in text] == []
+    assert "<bool>" not in text
 
 
 def test_no_arguments_print_help() -> None:
@@ -118,6 +122,10 @@ def test_version() -> None:
         ["nonsense"],
         ["doctor", "--size", "much"],
         ["doctor", "--read-size", "5"],
+        ["doctor", "--size", "1kB"],
+        ["doctor", "--seconds", "0"],
+        ["run", "somewhere", "-p", "x", "--dtype", "int4"],
+        ["run", "somewhere", "-p", "x", "--prefetch", "maybe"],
     ],
     ids=" ".join,
 )
@@ -138,7 +146,7 @@ def test_command_line_imports_no_mlx() -> None:
 
 def generated(model: str, prompt: Any, **sampling: Any) -> moestream.Generation:
     async def generate() -> moestream.Generation:
-        async with await moestream.Engine.open(model, slots=16) as engine:
+        async with await moestream.Engine.open(model, slots=16, prefetch="off") as engine:
             return await engine.generate(prompt, **sampling)
 
     return asyncio.run(generate())
@@ -147,14 +155,22 @@ def generated(model: str, prompt: Any, **sampling: Any) -> moestream.Generation:
 def test_run_json_is_what_the_engine_gives(model: str) -> None:
     expected = generated(model, PROMPT, max_tokens=12)
     done = subprocess.run(
-        [*COMMAND, "run", model, "-p", PROMPT, "--max-tokens", "12", "--slots", "16", "--json"],
+        [
+            *(*COMMAND, "run", model, "-p", PROMPT, "--max-tokens", "12", "--slots", "16"),
+            *("--prefetch", "off", "--json"),  # what is read ahead depends on the time
+        ],
         capture_output=True,
         text=True,
         check=True,
     )
     value = json.loads(done.stdout)
     assert done.stderr == ""
-    assert value.keys() == {"text", "tokens", "finish_reason", "prompt_tokens", "stats"}
+    assert done.stdout.count("\n") == 1
+    assert value.keys() == {
+        *("model", "slots", "context"),
+        *("text", "tokens", "finish_reason", "prompt_tokens", "stats"),
+    }
+    assert (value["model"], value["slots"], value["context"]) == (model, 12 * [16], 2048)
     assert tuple(value["tokens"]) == expected.tokens
     assert value["text"] == expected.text
     assert value["finish_reason"] == expected.finish_reason == "length"
@@ -171,16 +187,68 @@ def test_run_prints_text_and_figures_apart(model: str) -> None:
     expected = call_json(*arguments)
     assert output == expected["text"] + "\n"
     (line,) = errors.splitlines()
-    assert re.search(r"first token after \d", line)
-    assert re.search(r"hits \d+\.\d %; \d.* read; stalled \d", line)
+    assert re.fullmatch(
+        r"prompt \d tokens in \d.\d\d s; answer 5 at \d+\.\d/s; "
+        r"hits \d+\.\d %; read \d.* [kM]B; stalled \d+%",
+        line,
+    )
     assert call(*arguments, "--no-stats") == (output, "")
 
 
 def test_run_reads_the_prompt_from_standard_input(model: str) -> None:
     arguments = ["--max-tokens", "5", "--slots", "64", "--json"]
-    piped = json.loads(call("run", model, "-p", "-", *arguments, stdin=PROMPT)[0])
-    given = json.loads(call("run", model, "-p", PROMPT, *arguments)[0])
-    assert piped["tokens"] == given["tokens"]
+    given = call_json("run", model, "-p", PROMPT, *arguments)
+    for end in ("", "\n"):
+        piped = json.loads(call("run", model, "-p", "-", *arguments, stdin=PROMPT + end)[0])
+        assert piped["tokens"] == given["tokens"]
+        assert piped["prompt_tokens"] == given["prompt_tokens"]
+
+
+def test_figures_stay_in_a_line() -> None:
+    stats = moestream.GenerationStats(
+        *(0.0, 1234.5, 123.4, 0, 0, 999_000_000_000, 1334.7, 0.0, 0.0, 0, 0),
+    )
+    result = moestream.Generation("", (1,) * 12_345, "stop", 123_456, stats)
+    assert session.stats_line(result).endswith("; all experts resident")
+    busy = dataclasses.replace(result, stats=dataclasses.replace(stats, hits=1))
+    line = session.stats_line(busy)
+    assert line.endswith("; hits 100.0 %; read 999 GB; stalled 100%") and len(line) < 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        (["--slots", "99"], [r"--slots 99 is more than there are: layers have 64 experts"]),
+        (["--slots", "8", "--memory", "8GB"], [r"--memory 8GB is ignored: --slots says .*"]),
+        (["--slots", "8", "--memory", "all"], [r"--slots 8 is ignored: --memory all .*"]),
+        (["--memory", "900TB"], [r"--memory 900TB is more than this machine has \(.* GB\)"]),
+        (["--context", "2049"], [r"--context 2049 is beyond the 2048 tokens .*"]),
+        (["--memory", "2GB", "--context", "2048"], []),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_what_was_ignored_is_said(arguments: list[str], lines: list[str], model: str) -> None:
+    run = ("run", model, "-p", PROMPT, "--max-tokens", "1", "--no-stats")
+    for command in (run, ("plan", model)):
+        notes = call(*command, *arguments)[1].splitlines()
+        assert len(notes) == len(lines), notes
+        assert all(re.fullmatch(*pair) for pair in zip(lines, notes, strict=True)), notes
+        assert call(*command, *arguments, "--json")[1] == ""
+
+
+def test_more_tokens_than_the_context_are_cut(model: str) -> None:
+    arguments = ("run", model, "-p", PROMPT, "--slots", "8", "--context", "12", "--no-stats")
+    _, errors = call(*arguments, "--max-tokens", "13", "--ignore-eos")
+    assert errors == "--max-tokens 13 is cut: prompt and answer get 12 tokens\n"
+
+
+def test_long_prompts_bring_no_warning_of_the_tokenizer(model: str) -> None:
+    prompt = "word " * 3000
+    done = subprocess.run(
+        [*COMMAND, "run", model, "-p", prompt], capture_output=True, text=True, env=ENVIRONMENT
+    )
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: the prompt has ")
 
 
 def test_run_chat_wraps_the_prompt(model: str) -> None:
@@ -262,6 +330,15 @@ def test_budget_too_small_says_what_would_do(command: list[str], model: str) -> 
     assert re.search(r"needs at least \d+(\.\d\d)?[MG]B", line)
 
 
+@pytest.mark.parametrize("command", [["plan"], ["run", "-p", "x"]], ids=["plan", "run"])
+def test_forgotten_unit(command: list[str], model: str) -> None:
+    _, errors = call(*command, model, "--memory", "8", code=1)
+    first, second = errors.splitlines()
+    assert first.startswith("error: memory=8 bytes is too small")
+    assert second == "did you mean --memory 8GB?"
+    assert "did you mean" not in call(*command, model, "--memory", "8kB", code=1)[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -269,8 +346,6 @@ def test_budget_too_small_says_what_would_do(command: list[str], model: str) -> 
         (["--temperature", "nan"], "must be a finite number"),
         (["--top-p", "2"], "top_p=2.0"),
         (["--max-tokens", "0"], "max_tokens=0 must be at least 1"),
-        (["--dtype", "int4"], "dtype='int4'"),
-        (["--prefetch", "on"], "prefetch='on'"),
         (["--memory", "much"], "memory='much' is not a size"),
         (["-p", ""], "the prompt is empty"),
         (["--top-k", "100000"], "top_k=100000"),
@@ -293,7 +368,9 @@ def test_debug_shows_the_traceback(before: bool, tmp_path: Path) -> None:
     arguments = ["plan", str(tmp_path / "nothing")]
     _, errors = call(*(["--debug", *arguments] if before else [*arguments, "--debug"]), code=1)
     assert errors.startswith("Traceback (most recent call last):\n")
-    assert errors.splitlines()[-1].startswith("error: ")
+    last = errors.splitlines()[-1]
+    assert last.startswith("moestream.") and "does not exist" in last
+    assert errors.count("does not exist;") == 1  # the source line has the start of it
 
 
 def test_unexpected_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,8 +445,7 @@ def test_chat_keeps_a_history_until_reset(model: str) -> None:
         stdin=f"{one}\n\n{two}\n/reset\n/nonsense\n{two}",
     )
     assert output.splitlines() == [first.text, second.text, fresh.text]
-    figures = [line for line in errors.splitlines() if "prompt tokens" in line]
-    assert [int(line.split()[0]) for line in figures] == [
+    assert [int(count) for count in re.findall(r"^prompt (\d+) tokens", errors, re.M)] == [
         first.prompt_tokens,
         second.prompt_tokens,
         fresh.prompt_tokens,
@@ -381,7 +457,7 @@ def test_chat_keeps_a_history_until_reset(model: str) -> None:
 def test_chat_quits(model: str) -> None:
     output, errors = call("chat", model, "--slots", "8", "--no-stats", stdin="/quit\nHello\n")
     assert output == ""
-    assert "prompt tokens" not in errors
+    assert len(errors.splitlines()) == 1  # the greeting
 
 
 def test_chat_says_when_the_context_is_full(model: str) -> None:
@@ -442,7 +518,8 @@ def test_ctrl_c_stops_only_the_answer(model: str) -> None:
 
 def test_plan_adds_up(model: str) -> None:
     value = call_json("plan", model, "--memory", "400MB", "--context", "1024")
-    assert sum(value["parts"].values()) == value["total"] <= value["budget"] == 400_000_000
+    assert sum(value["parts"].values()) == value["total"] == value["budget"] == 400_000_000
+    assert value["parts"]["reserve"] >= 0
     assert value["minimum"] <= value["budget"]
     assert value["context"] == 1024
     assert not value["automatic"]
@@ -465,12 +542,26 @@ def test_plan_of_what_was_called_enough(model: str) -> None:
     assert least["resident_share"] >= 6 / 64
 
 
+def test_everything_resident_is_the_smallest_such_budget() -> None:
+    layers = tuple(plan.LayerSize(n, 16 + n, 4, 10**6 + n, 10**6) for n in range(5))
+    size = plan.ModelSize(layers, 10**8, 10**5, 10**3, 10**5, 10**2, 5000, 4096)
+    for context in (1, 300, 4096):
+        options = {"process_bytes": 10**8, "context": context}
+        found = inspection.smallest_resident_plan(size, **options)
+        assert found.budget is not None
+        experts = tuple(layer.experts for layer in layers)
+        assert plan.make_plan(size, budget=found.budget, **options).slots == experts
+        assert plan.make_plan(size, budget=found.budget - 1, **options).slots != experts
+
+
 def test_plan_for_people(model: str) -> None:
     output, errors = call("plan", model, "--slots", "16")
     assert errors == ""
     assert "layers 0-11: 64 experts, top 6, record 27.6 kB, slots 16 of 64" in output
     assert "25.0 % resident" in output
     assert "everything resident needs" in output
+    assert "reserve" not in output  # nothing is kept back where there is no budget
+    assert "reserve" in call("plan", model, "--memory", "400MB")[0]
     assert "(chosen from what is free)" in call("plan", model)[0]
 
 
@@ -492,6 +583,20 @@ def test_doctor(tmp_path: Path) -> None:
     assert errors == ""
     assert "buffered, 16 KiB" in output
     assert "choice" in output and "why: " in output
+    used = re.search(r"use it with: (--no-direct )?--lanes (\d)", output)
+    assert used is not None and used[2] in ("1", "2")
+    direct = "direct=False, " if used[1] else ""
+    assert f"Engine.open(..., {direct}lanes={used[2]})" in output
+
+
+def test_doctor_says_how_to_read_through_the_page_cache(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells = (drive.Cell("buffered", 4096, 4, 10**6, 1.0),)
+    cli_output.print_drive(drive.DriveReport(tmp_path, 10**6, cells, "not supported", True))
+    output = capsys.readouterr().out
+    assert "use it with: --no-direct --lanes 4\n" in output
+    assert "Engine.open(..., direct=False, lanes=4)" in output
 
 
 def test_doctor_measures_in_a_directory(tmp_path: Path) -> None:
@@ -500,14 +605,36 @@ def test_doctor_measures_in_a_directory(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_doctor_takes_the_largest_file_of_a_model(model: str, tmp_path: Path) -> None:
-    assert inspection.measured_path(Path(model)).name == "model.safetensors"
-    assert inspection.measured_path(tmp_path) == tmp_path
+def test_doctor_takes_the_largest_weights_of_a_model(model: str, tmp_path: Path) -> None:
+    options = inspection.DriveOptions()
+    assert inspection.measured_path(Path(model), options).name == "model.safetensors"
+    assert inspection.measured_path(tmp_path, options) == tmp_path
+    small = inspection.DriveOptions(sizes=(4096,), depths=(1, 2))
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "notes.bin").write_bytes(bytes(20_000))
+    (tmp_path / "a.safetensors").write_bytes(bytes(8191))
+    assert inspection.measured_path(tmp_path, small) == tmp_path  # too small to be measured
+    (tmp_path / "b.safetensors").write_bytes(bytes(8192))
+    assert inspection.measured_path(tmp_path, small) == tmp_path / "b.safetensors"
 
 
-def test_doctor_of_nothing(tmp_path: Path) -> None:
-    _, errors = call("doctor", str(tmp_path / "nothing"), code=1)
-    assert re.fullmatch(r"error: .*nothing does not exist; .*\n", errors)
+@pytest.mark.parametrize("arguments", [["nothing"], ["--size", "512KiB"]], ids=" ".join)
+def test_doctor_checks_before_it_prints(arguments: list[str]) -> None:
+    output, errors = call("doctor", *arguments, code=2 if "--size" in arguments else 1)
+    assert output == ""
+    assert "--size must be at least 1 MiB" in errors or "nothing does not exist; " in errors
+
+
+def test_doctor_helps_with_the_defaults_of_the_measurement() -> None:
+    defaults = inspect.signature(drive.measure).parameters
+    options = dataclasses.asdict(inspection.DriveOptions())
+    assert options == {name: defaults[name].default for name in options}
+    text = plain(call("doctor", "--help")[0])
+    sizes = ", ".join(cli_output.binary_size(n).replace(" ", "") for n in options["sizes"])
+    depths = ", ".join(map(str, options["depths"]))
+    size = cli_output.binary_size(options["file_bytes"]).replace(" ", "")
+    for default in (size, sizes, depths, str(options["seconds_per_cell"])):
+        assert f"[default: ({default})]" in text
 
 
 # -- demo
@@ -531,8 +658,14 @@ def test_demo_for_people() -> None:
     assert errors == ""
     assert output.startswith("> Hello!\n")
     assert "everything resident" in output and "tokens/s" in output
+    assert "first run, resident too" in output and "streamed" not in output
     assert "Both runs gave the same tokens." in output
     assert output.splitlines()[-1].strip().startswith("moestream run")
+
+
+def test_demo_with_more_slots_than_experts() -> None:
+    _, errors = call("demo", "--max-tokens", "1", "--slots", "65")
+    assert errors == "--slots 65 is more than there are: layers have 64 experts\n"
 
 
 def test_first_difference() -> None:

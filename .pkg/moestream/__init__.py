@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
     from .runtime.engine import (
         Engine,
+        SamplingArguments,
     )
     from .runtime.errors import (
         BudgetTooSmall,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
         HubUnavailable,
         InvalidRequest,
         PromptTooLong,
+        TokenizerBroken,
         TraceUnwritable,
     )
     from .runtime.plan import (
@@ -52,6 +54,9 @@ if TYPE_CHECKING:
     )
     from .runtime.prefetch import (
         PrefetchConfig,
+    )
+    from .runtime.residency import (
+        IntegrityError,
     )
 
 __version__: str
@@ -70,6 +75,7 @@ __all__ = [
     "GenerationFailed",
     "GenerationStats",
     "HubUnavailable",
+    "IntegrityError",
     "InvalidRequest",
     "LoopClosed",
     "ModelError",
@@ -80,8 +86,10 @@ __all__ = [
     "PrefetchStatistics",
     "PromptTooLong",
     "ReadFailed",
+    "SamplingArguments",
     "Statistics",
     "TokenLogprob",
+    "TokenizerBroken",
     "TraceUnwritable",
     "UnsupportedModel",
     "__version__",
@@ -103,6 +111,7 @@ _MODULES = {
     "GenerationFailed": ".runtime.errors",
     "GenerationStats": ".runtime.api",
     "HubUnavailable": ".runtime.errors",
+    "IntegrityError": ".runtime.residency",
     "InvalidRequest": ".runtime.errors",
     "LoopClosed": ".io.errors",
     "ModelError": ".models.errors",
@@ -113,8 +122,10 @@ _MODULES = {
     "PrefetchStatistics": ".runtime.api",
     "PromptTooLong": ".runtime.errors",
     "ReadFailed": ".io.errors",
+    "SamplingArguments": ".runtime.engine",
     "Statistics": ".runtime.api",
     "TokenLogprob": ".runtime.api",
+    "TokenizerBroken": ".runtime.errors",
     "TraceUnwritable": ".runtime.errors",
     "UnsupportedModel": ".models.errors",
 }
