@@ -7,12 +7,12 @@ import threading
 import traceback
 import warnings
 import weakref
-from collections.abc import AsyncGenerator, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from functools import partial
 from pathlib import Path
 from statistics import median
 from types import TracebackType
-from typing import Any, Literal, Self, TypedDict, Unpack
+from typing import Literal, Self, TypedDict, Unpack
 
 from ..io.errors import LoopClosed, MoestreamError
 from .api import Chunk, Generation, PrefetchStatistics, Statistics
@@ -20,7 +20,7 @@ from .arguments import path_argument, whole
 from .assembly import Progress
 from .compute import ComputeThread
 from .core import DEFAULT_LANES, Core, Settings, running_core
-from .errors import EngineClosed, EngineDead, GenerationFailed, InvalidRequest
+from .errors import EngineClosed, EngineDead, GenerationFailed, InvalidRequest, OpenFailed
 from .generation import TokenLoop
 from .plan import Plan
 from .prefetch import OFF, PrefetchConfig
@@ -115,10 +115,12 @@ class Engine:
         thread.start()
         try:
             core = await asyncio.wrap_future(thread.ready)
-        except BaseException:
+        except BaseException as error:
             given_up.set()
             thread.stop()
             await _finish(thread)
+            if isinstance(error, OSError | RuntimeError) and not isinstance(error, MoestreamError):
+                raise OpenFailed(error) from error
             raise
         finally:
             del _opening[thread]
@@ -126,9 +128,7 @@ class Engine:
 
     # -- generation ---------------------------------------------------------------------------
 
-    def generate(
-        self, prompt: Prompt, **sampling: Unpack[SamplingArguments]
-    ) -> Coroutine[Any, Any, Generation]:
+    async def generate(self, prompt: Prompt, **sampling: Unpack[SamplingArguments]) -> Generation:
         """Generate text; see ``Sampling`` for the arguments. Temperature 0 (greedy) is the default.
 
         Cancelling the awaiting task stops the request within one layer.
@@ -143,10 +143,7 @@ class Engine:
             ReadFailed: an expert could not be read; the next request may work.
             EngineClosed, EngineDead: the engine takes no requests.
         """
-        return self._generate(*self._read(prompt, sampling, "generate"))
-
-    async def _generate(self, prompt: Prompt, sampling: Sampling) -> Generation:
-        request = self._submit(prompt, sampling, chunks=False)
+        request = self._submit(*self._read(prompt, sampling, "generate"), chunks=False)
         try:
             result = await request.receive()
         except BaseException:
@@ -159,6 +156,8 @@ class Engine:
         self, prompt: Prompt, **sampling: Unpack[SamplingArguments]
     ) -> AsyncGenerator[Chunk, None]:
         """Generate text token by token; arguments and errors as for ``generate``.
+
+        The arguments are checked at the call; the request is queued when the iteration begins.
 
         Each chunk is handed out before the next token is computed. Closing the iterator (also by
         leaving the loop inside ``contextlib.aclosing``) stops the request within one layer.
@@ -176,7 +175,7 @@ class Engine:
     def _read(
         self, prompt: Prompt, arguments: SamplingArguments, function: str
     ) -> tuple[Prompt, Sampling]:
-        """Check and copy the arguments at the time of the call."""
+        """Check and copy the arguments; what a caller changes later is not seen."""
         sampling = make_sampling(arguments, function=function)
         loaded = self._core.loaded
         prompt = freeze_prompt(prompt, context=loaded.context)

@@ -73,6 +73,17 @@ class TraceUnwritable(MoestreamError):
         super().__init__(f"cannot write a trace to {name}: {error.strerror or error}")
 
 
+class OpenFailed(MoestreamError):
+    """The system or MLX refused something while the engine was being opened; see its cause."""
+
+    def __init__(self, cause: BaseException) -> None:
+        line = str(cause).strip().partition("\n")[0]
+        super().__init__(
+            f"the engine cannot be opened ({type(cause).__name__}: {line}); "
+            "check files, free memory and the limit of open files"
+        )
+
+
 class EngineClosed(MoestreamError):
     """The engine has been closed."""
 

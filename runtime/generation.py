@@ -119,10 +119,11 @@ class TokenLoop:
         first = 0.0
         for count in range(1, most + 1):
             ahead: Drawn | None = None
-            if self._loaded.resident and count < most:
-                # No layer needs the host: the device goes on while this token is handed out.
+            if self._loaded.resident and 1 < count < most:
+                # No layer needs the host: the device goes on while this token is handed out. Not
+                # behind the prompt, whose first token should not wait for anything.
                 ahead = sampler.draw(self._forward(drawn.token[None]))
-                mx.async_eval(*ahead.arrays())
+                self._loaded.stream.launch(*ahead.arrays())
             self._loaded.stream.end_forward(*drawn.arrays())
             chosen = drawn.resolve()
             now = time.perf_counter()

@@ -119,6 +119,14 @@ class ExpertStream:
             if token is not None:
                 self._predict(*self._ahead.build_from_embedding(token), 0)
 
+    def launch(self, *results: mx.array) -> None:
+        """Start the evaluation of a forward that nothing waits for yet."""
+        before = time.perf_counter()
+        self.step.counters.host_seconds += before - self._mark
+        mx.async_eval(*results)
+        self._mark = time.perf_counter()
+        self.step.counters.sync_seconds += self._mark - before
+
     def end_forward(self, *results: mx.array) -> None:
         """Evaluate the results of the forward, if it has not been given up, and let go of slots.
 

@@ -275,11 +275,11 @@ def test_run_passes_every_option_on(model: str, monkeypatch: pytest.MonkeyPatch)
         seen.update(arguments, model=model)
         raise Opened
 
-    def sampling(**arguments: Any) -> None:
+    def sampling(arguments: dict[str, Any]) -> None:
         seen.update(arguments)
 
     monkeypatch.setattr("moestream.runtime.engine.Engine.open", classmethod(stub))
-    monkeypatch.setattr("moestream.runtime.sampling.Sampling", sampling)
+    monkeypatch.setattr("moestream.runtime.sampling.make_sampling", sampling)
     call(
         *("run", "m", "-p", "x", "--max-tokens", "1", "--temperature", "0.5", "--top-p", "0.9"),
         *("--min-p", "0.1", "--top-k", "7", "--seed", "3", "--repetition-penalty", "1.1"),
