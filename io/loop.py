@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,81 +11,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Self
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+from .asks import Ask, Purge, ReadHost
 from .errors import LoopClosed, ReadsPurged
+from .meter import DriveStatistics, Meter
 from .queue import Entry, Key, ReadQueue
-
-
-class ReadHost(Protocol):
-    """Whoever owns the slots that reads go into.
-
-    ``begin``, ``finish`` and ``dropped`` run on the loop thread and must be short; ``read`` runs in
-    a lane thread and blocks. Each key that was asked for ends in exactly one ``finish``,
-    ``dropped`` or ``void``.
-    """
-
-    def begin(self, entry: Entry) -> int | None:
-        """The slot to read into, or None when the read is not wanted (any more)."""
-
-    def jobs(self, key: Key) -> Sequence[int]:
-        """Bytes of the jobs that a read consists of; the lanes take them one by one."""
-
-    def read(self, key: Key, slot: int, job: int) -> int:
-        """Do one job of a read into the slot; returns the bytes read."""
-
-    def finish(self, key: Key, slot: int, nbytes: int, error: BaseException | None) -> None:
-        """The read has ended; nothing writes into the slot any more unless it was abandoned."""
-
-    def dropped(self, keys: Sequence[Key], reason: BaseException | None) -> None:
-        """These demands will never be read."""
-
-    def void(self, keys: Sequence[Key]) -> None:
-        """These guesses will never be read. A demand for one of them may be on its way already."""
-
-
-class Guess(NamedTuple):
-    """An expert that may be needed.
-
-    Attributes:
-        key: (group, expert).
-        position: absolute index of the layer call that may need it.
-        probability: calibrated chance that it will, in (0, 1].
-    """
-
-    key: Key
-    position: int
-    probability: float
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """One message to the loop: what a layer needs now, and what later ones may.
-
-    Attributes:
-        owner: request that asks.
-        position: absolute index of the layer call, see ``ReadQueue``.
-        demands: keys that the compute thread waits for.
-        joins: keys that it waits for, too, whose read has begun as a guess.
-        guesses: keys that may be needed.
-        grant: bytes of guesses that may be begun until the next message, once the demands are read.
-    """
-
-    owner: Hashable
-    position: int
-    demands: tuple[Key, ...] = ()
-    joins: tuple[Key, ...] = ()
-    guesses: tuple[Guess, ...] = ()
-    grant: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Purge:
-    """One message to the loop: a request has ended, nobody wants its queued reads."""
-
-    owner: Hashable
 
 
 @dataclass(slots=True, eq=False)
@@ -107,24 +39,6 @@ class _Read:
     def waiting(self) -> bool:
         """Whether a job has not been given to a lane."""
         return self.error is None and self.next < len(self.jobs)
-
-
-@dataclass(frozen=True, slots=True)
-class DriveStatistics:
-    """What the lanes have done.
-
-    Attributes:
-        busy_seconds: time with at least one job running.
-        bytes_read: by all jobs.
-        delayed_bytes: of guesses that were running when a demand came: the demand shared the drive
-            with them.
-        bandwidth: bytes per second while busy, the recent past weighted most; 0.0 at first.
-    """
-
-    busy_seconds: float
-    bytes_read: int
-    delayed_bytes: int
-    bandwidth: float
 
 
 class IoLoop:
@@ -177,7 +91,7 @@ class IoLoop:
         self._unfinished = 0  # demands among the reads
         self._busy = [0, 0]  # lanes that work on guesses, on demands
         self._credit = 0.0
-        self._meter = _Meter()
+        self._meter = Meter()
         self._stack = ExitStack()
         self._portal: BlockingPortal
         self._loop: asyncio.AbstractEventLoop
@@ -458,46 +372,6 @@ class IoLoop:
             self._host.dropped(demands, reason)
         if guesses:
             self._host.void(guesses)
-
-
-class _Meter:
-    """Measures the drive on the loop thread; read by others."""
-
-    WINDOW = 0.25  # busy seconds behind which the past weighs half (arbitrary)
-
-    def __init__(self) -> None:
-        self.busy_seconds = 0.0
-        self.bytes_read = 0
-        self.delayed_bytes = 0
-        self.bandwidth = 0.0
-        self._since = 0.0
-        self._recent_bytes = 0.0
-        self._recent_seconds = 0.0
-
-    def start(self, running: int) -> None:
-        if running == 1:
-            self._since = time.perf_counter()
-
-    def add(self, nbytes: int) -> None:
-        self.bytes_read += nbytes
-        self._recent_bytes += nbytes
-
-    def stop(self, running: int) -> None:
-        if running:
-            return
-        busy = time.perf_counter() - self._since
-        self.busy_seconds += busy
-        self._recent_seconds += busy
-        if self._recent_seconds > 0.0:
-            self.bandwidth = self._recent_bytes / self._recent_seconds
-        if self._recent_seconds > self.WINDOW:
-            self._recent_seconds /= 2
-            self._recent_bytes /= 2
-
-    def statistics(self) -> DriveStatistics:
-        return DriveStatistics(
-            self.busy_seconds, self.bytes_read, self.delayed_bytes, self.bandwidth
-        )
 
 
 async def _running_loop() -> asyncio.AbstractEventLoop:

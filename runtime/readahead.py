@@ -11,7 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..io.loop import Guess, IoLoop
+from ..io.asks import Guess
+from ..io.loop import IoLoop
 from ..models.lookahead import Predictor
 from .prefetch import Calibration, Governor, PrefetchConfig, Trial, parse_layers
 from .store import Demanded, ExpertStore

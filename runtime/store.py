@@ -14,8 +14,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from ..io.asks import Ask, Guess, Purge
 from ..io.errors import LoopClosed
-from ..io.loop import Ask, Guess, IoLoop, Purge
+from ..io.loop import IoLoop
 from ..io.queue import Entry, Key
 from ..io.reader import RecordReader
 from ..io.records import Record

@@ -15,8 +15,9 @@ from typing import cast
 
 import numpy as np
 
+from moestream.io.asks import Ask, Purge, ReadHost
 from moestream.io.errors import LoopClosed
-from moestream.io.loop import Ask, IoLoop, Purge, ReadHost
+from moestream.io.loop import IoLoop
 from moestream.io.queue import Entry, Key
 from moestream.io.records import ITEM_BYTES, PAGE, Component, Record
 

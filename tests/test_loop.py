@@ -11,8 +11,9 @@ import pytest
 import uvloop
 
 from moestream.io import loop as loop_module
+from moestream.io.asks import Ask
 from moestream.io.errors import LoopClosed
-from moestream.io.loop import Ask, IoLoop
+from moestream.io.loop import IoLoop
 from moestream.io.queue import Key
 
 from .fakes import TIMEOUT, FakeHost, Gate, join_lanes, no_threads_left

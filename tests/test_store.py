@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moestream.io.asks import Ask
 from moestream.io.errors import LoopClosed, ReadFailed
-from moestream.io.loop import Ask, IoLoop
+from moestream.io.loop import IoLoop
 from moestream.io.queue import Entry, Key
 from moestream.io.reader import RecordReader
 from moestream.runtime.policy import LeastRecentlyUsed, PolicyFactory
