@@ -90,7 +90,8 @@ class Engine:
             lanes: reads in flight at once.
             prefetch: how experts are read ahead, see ``PrefetchConfig``; "off" and None read them
                 when they are routed to.
-            calibration: file that keeps what was learnt about predictions, for the next start.
+            calibration: file that keeps what was learnt about predictions for the next start; only
+                with ``prefetch``.
             trace: file for a trace that opens in Perfetto.
             progress: called on the compute thread with (bytes, bytes in all) while loading.
 

@@ -185,12 +185,16 @@ async def test_deterministic_residency(demo: Path) -> None:
 async def test_calibration_is_kept(demo: Path, tmp_path: Path) -> None:
     path = tmp_path / "cache" / "calibration.json"
     for _ in range(2):
-        async with await Engine.open(demo, slots=16, calibration=path) as engine:
+        async with await Engine.open(
+            demo, slots=16, prefetch=PrefetchConfig(), calibration=path
+        ) as engine:
             await engine.generate(PROMPT, max_tokens=10, ignore_eos=True)
     table = json.loads(path.read_text())
     assert len(table) > 11
     path.write_text("not json")
-    async with await Engine.open(demo, slots=16, calibration=path) as engine:
+    async with await Engine.open(
+        demo, slots=16, prefetch=PrefetchConfig(), calibration=path
+    ) as engine:
         await engine.generate(PROMPT, max_tokens=2)
     assert json.loads(path.read_text())
 
