@@ -27,6 +27,9 @@ from .slots import SlotPool
 from .staging import Staging, copy_rows
 from .tracing import Tracer
 
+DEPTH_SECONDS = 0.002
+"""Between two samples of queue and lanes in a trace (arbitrary; each costs the loop some time)."""
+
 
 @dataclass(slots=True)
 class Counters:
@@ -137,6 +140,7 @@ class ExpertStore:
         self._copying: dict[Key, int] = {}
         self._wasted: list[int] = []  # groups of guesses read in vain, for the governor
         self._position = -1
+        self._next_depth = 0.0
         self._loop: IoLoop
         self.windows: dict[int, list[float]] = {}
         self.counters = Counters()
@@ -235,6 +239,10 @@ class ExpertStore:
             self._tracer.queue("guess", *guess.key, guess.probability, guess.position)
 
     def _trace_depth(self) -> None:
+        now = time.perf_counter()
+        if now < self._next_depth:
+            return
+        self._next_depth = now + DEPTH_SECONDS
         demands, guesses, demand_lanes, guess_lanes = self._loop.depths()
         self._tracer.depth("queue_depth", demands, guesses)
         self._tracer.depth("inflight", demand_lanes, guess_lanes)

@@ -242,6 +242,9 @@ class Tracer:
         )
 
 
+_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+
+
 def _chrome(event: Event) -> str:
     phase, name, thread, start, duration, arguments = event
     record: dict[str, Any] = {
@@ -256,4 +259,4 @@ def _chrome(event: Event) -> str:
         record["dur"] = round(duration * 1e6, 3)
     elif phase == "i":
         record["s"] = "t"
-    return json.dumps(record)
+    return _encode(record)
