@@ -95,7 +95,9 @@ def _prefetch_statistics(core: Core) -> PrefetchStatistics:
         layers_off=()
         if ahead is None
         else tuple(layers[group] for group in ahead.governor.switched_off),
-        windows={layers[group]: median(times) for group, times in list(core.store.windows.items())},
+        windows={
+            layers[group]: median(list(times)) for group, times in list(core.store.windows.items())
+        },
         drive_busy_seconds=drive.busy_seconds,
         drive_bandwidth=drive.bandwidth,
     )

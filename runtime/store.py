@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Container, Hashable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -26,6 +27,9 @@ from .residency import NONE, Acquired, Residency
 from .slots import SlotPool
 from .staging import Staging, copy_rows
 from .tracing import Tracer
+
+WINDOWS_KEPT = 1024
+"""Times from asking to ready that are kept of each layer (arbitrary)."""
 
 DEPTH_SECONDS = 0.002
 """Between two samples of queue and lanes in a trace (arbitrary; each costs the loop some time)."""
@@ -142,7 +146,7 @@ class ExpertStore:
         self._position = -1
         self._next_depth = 0.0
         self._loop: IoLoop
-        self.windows: dict[int, list[float]] = {}
+        self.windows: dict[int, deque[float]] = {}
         self.counters = Counters()
         staged = prefetch.staging_bytes if prefetch.destination == "staging" else 0
         self._staging = Staging(records, staged)
@@ -282,7 +286,8 @@ class ExpertStore:
             if begun is not None:
                 self._tracer.use(group, expert, now - begun.asked)
                 if self._prefetch.profile and begun.ready:
-                    self.windows.setdefault(group, []).append(begun.ready - begun.asked)
+                    window = self.windows.setdefault(group, deque(maxlen=WINDOWS_KEPT))
+                    window.append(begun.ready - begun.asked)
 
     def _count_evicted(self, group: int) -> None:
         evicted = self.groups[group].residency.evicted

@@ -193,7 +193,8 @@ class ExpertStream:
         if got is None:
             return self._run_waves(switch, x, indices.shape, np.array(routed), experts)
         if got.futures:
-            if self._hits_first and len(got.futures) < len(experts) == len(routed):
+            single = len(routed) == indices.shape[-1]
+            if self._hits_first and single and len(got.futures) < len(experts) == len(routed):
                 return self._run_hits_first(switch, x, indices.shape, got)
             self._wait(switch, got)
         slots = got.slots
@@ -280,6 +281,9 @@ class ExpertStream:
         position = self._forward * len(self._tables) + group
         if ahead is None:
             got = self._store.demand(group, experts, owner=owner, position=position)
+            if got is None:
+                return None
+            self._pins.append((group, got.slots))
         else:
             if self._deterministic:
                 ahead.wait()
@@ -300,14 +304,13 @@ class ExpertStream:
                 guesses=() if self._deterministic else guesses,
                 grant=ahead.grant(group) if guesses else 0.0,
             )
-            if got is not None:
-                ahead.settle(group, got)
-                if self._deterministic and guesses:
-                    ahead.ahead(guesses, owner=owner)
-        if got is None:
-            return None
-        # From here on the next `_sync` unpins them, whatever happens in between.
-        self._pins.append((group, got.slots))
+            if got is None:
+                return None
+            # From here on the next `_sync` unpins them, whatever happens in between.
+            self._pins.append((group, got.slots))
+            ahead.settle(group, got)
+            if self._deterministic and guesses:
+                ahead.ahead(guesses, owner=owner)
         self._ready = (group, self._mark)
         missing = len(got.futures)
         counters = self.step.counters

@@ -82,6 +82,21 @@ async def test_bits_are_unchanged_in_every_architecture(name: str, tmp_path: Pat
             assert_same(result, expected)
 
 
+@pytest.mark.one_loop
+async def test_hits_first_with_tokens_that_share_no_expert(tmp_path: Path) -> None:
+    """Two or three tokens routed to different experts are not one token with many of them."""
+    directory = zoo.make_checkpoint("qwen3_moe", tmp_path / "m")
+    model = zoo.reference(directory)
+    config = PrefetchConfig(hits_first=True, admission="always")
+    async with await Engine.open(directory, slots=6, prefetch=config) as engine:
+        for seed in range(30):
+            prompt = [(seed * 37 + n * 101) % 256 for n in range(2 + seed % 2)]
+            result = await engine.generate(
+                prompt, max_tokens=3, ignore_eos=True, logprobs=ALTERNATIVES
+            )
+            assert_same(result, expect(model, prompt, 3))
+
+
 async def run(demo: Path, slots: int = 16, tokens: int = 30, **settings: Any) -> Any:
     """Statistics of an engine with these settings after some tokens."""
     config = PrefetchConfig(**{"admission": "always", **settings})
