@@ -86,6 +86,10 @@ class PrefetchConfig:
         ):
             if getattr(self, name) not in allowed:
                 raise InvalidRequest(f"{name}={getattr(self, name)!r} must be one of {allowed}")
+        if self.deterministic and self.destination in ("staging", "pagecache"):
+            raise InvalidRequest(
+                f"deterministic guesses go to slots; destination={self.destination!r} does not fit"
+            )
         if not 0.0 <= self.lookahead_price < float("inf"):
             raise InvalidRequest(f"lookahead_price={self.lookahead_price} must be finite and >= 0")
         parse_layers(self.layers)

@@ -450,7 +450,7 @@ class ExpertStore:
         if key in self._warming:
             return self._reader.warm_job(group, expert, job)
         speculative = key in self._begun
-        staged = speculative and self._prefetch.destination == "staging"
+        staged = self._staging.filling(key)
         rows = self._staging.rows(group, slot) if staged else books.pool.rows(slot)
         started = time.perf_counter()
         nbytes = 0
@@ -511,6 +511,8 @@ class ExpertStore:
         try:
             with self._lock:
                 self.counters.dropped += len(keys)
+                for key in keys:
+                    self._begun.pop(key, None)
                 flights += [self._flights.pop(key) for key in keys]
                 for group, expert in keys:
                     self.groups[group].residency.failed(expert)

@@ -248,6 +248,8 @@ BAD: list[dict[str, Any]] = [
     {"admission": "sometimes"},
     {"order": "random"},
     {"lookahead_price": math.inf},
+    {"deterministic": True, "destination": "staging"},
+    {"deterministic": True, "destination": "pagecache"},
     {"lookahead_price": -1.0},
     {"layers": "1-"},
     {"layers": "a"},
