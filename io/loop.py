@@ -6,10 +6,8 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,28 +15,9 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from .asks import Ask, Purge, ReadHost
 from .errors import LoopClosed, ReadsPurged
-from .meter import DriveStatistics, Meter
+from .lanes import Batch, Job, Lanes, Read
+from .meter import DriveStatistics
 from .queue import Entry, Key, ReadQueue
-
-
-@dataclass(slots=True, eq=False)
-class _Read:
-    """A read that has begun: its jobs go to the lanes one by one."""
-
-    key: Key
-    slot: int
-    demand: bool
-    jobs: Sequence[int]
-    done: asyncio.Future[None]
-    next: int = 0
-    running: int = 0
-    nbytes: int = 0
-    error: BaseException | None = None
-
-    @property
-    def waiting(self) -> bool:
-        """Whether a job has not been given to a lane."""
-        return self.error is None and self.next < len(self.jobs)
 
 
 class IoLoop:
@@ -70,7 +49,9 @@ class IoLoop:
         grace: float = 5.0,
     ) -> None:
         self._host = host
-        self._lanes = lanes
+        self._lanes = Lanes(lanes, host.read, self._report)
+        # So many jobs are with the lanes that none has to wait for the loop to be given the next.
+        self._most = lanes + lanes // 4
         self._guess_lanes = max(lanes // 4, 1) if guess_lanes is None else min(guess_lanes, lanes)
         self._grace = grace
         self._queue = ReadQueue(lookahead_price)
@@ -84,28 +65,28 @@ class IoLoop:
         self._failure: BaseException | None = None
         self._abandoned = False
         self._running: set[asyncio.Task[None]] = set()
-        self._reads: dict[Key, _Read] = {}
-        self._demands: deque[_Read] = deque()  # those with jobs left
-        self._guesses: deque[_Read] = deque()
+        self._reads: dict[Key, Read] = {}
+        self._demands: deque[Read] = deque()  # those with jobs left
+        self._guesses: deque[Read] = deque()
         self._deferred: dict[Key, tuple[Hashable, int]] = {}
         self._unfinished = 0  # demands among the reads
-        self._busy = [0, 0]  # lanes that work on guesses, on demands
+        self._batches: dict[Key, Batch] = {}  # of the demands in the queue
+        self._busy = [0, 0]  # jobs of guesses and of demands that the lanes have
         self._credit = 0.0
-        self._meter = Meter()
+        self._delayed_bytes = 0
         self._stack = ExitStack()
         self._portal: BlockingPortal
         self._loop: asyncio.AbstractEventLoop
-        self._executor: ThreadPoolExecutor
 
     # -- life ---------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            self._executor = ThreadPoolExecutor(self._lanes, thread_name_prefix="moestream-lane")
             stack.callback(self._end_lanes)
             options = {"use_uvloop": _have_uvloop()}
             self._portal = stack.enter_context(start_blocking_portal("asyncio", options))
             self._loop = self._portal.call(_running_loop)
+            self._lanes.start()
             stack.callback(self._close)
             self._stack = stack.pop_all()
         return self
@@ -125,7 +106,7 @@ class IoLoop:
 
     def _end_lanes(self) -> None:
         # A lane to which the drive does not answer is left behind; idle ones end at once.
-        self._executor.shutdown(wait=not self._abandoned, cancel_futures=True)
+        self._lanes.stop(wait=not self._abandoned)
 
     async def _shut(self) -> None:
         self._stop()
@@ -156,12 +137,12 @@ class IoLoop:
 
     def statistics(self) -> DriveStatistics:
         """What the lanes have done. Cheap; from any thread."""
-        return self._meter.statistics()
+        return self._lanes.meter.statistics(self._delayed_bytes)
 
     @property
     def bandwidth(self) -> float:
         """Bytes per second of the recent past while busy; 0.0 at first."""
-        return self._meter.bandwidth
+        return self._lanes.meter.bandwidth
 
     def depths(self) -> tuple[int, int, int, int]:
         """Demands and guesses in the queue, and lanes that work on demands and on guesses."""
@@ -199,6 +180,12 @@ class IoLoop:
         """Run a coroutine function as a task on the loop (the trace writer, for one)."""
         return self._portal.start_task_soon(task)
 
+    # -- lanes --------------------------------------------------------------------------------
+
+    def _report(self) -> None:
+        with suppress(RuntimeError):  # the event loop has ended: this read was abandoned
+            self._loop.call_soon_threadsafe(self._collect)
+
     # -- loop thread --------------------------------------------------------------------------
 
     def _stop(self) -> None:
@@ -227,16 +214,20 @@ class IoLoop:
     def _take(self, ask: Ask) -> list[Entry]:
         """Queue what a message asks for; returns the guesses that it makes void."""
         queue = self._queue
+        batch = Batch(0)
         for key in ask.demands:
             if key in self._reads:  # a guess is on its way to another place: when it has ended
                 self._deferred[key] = (ask.owner, ask.position)
                 self._promote(key)
-            else:
-                queue.demand(key, ask.owner, ask.position)
+                continue
+            queue.demand(key, ask.owner, ask.position)
+            if key not in self._batches:
+                self._batches[key] = batch
+                batch.left += 1
         for key in ask.joins:
             self._promote(key)
         if (ask.demands or ask.joins) and self._busy[False]:
-            self._meter.delayed_bytes += sum(
+            self._delayed_bytes += sum(
                 read.jobs[read.next - 1] * read.running
                 for read in self._reads.values()
                 if not read.demand and read.running
@@ -258,13 +249,14 @@ class IoLoop:
                 self._demands.append(read)
 
     def _dispatch(self) -> None:
-        while sum(self._busy) < self._lanes:
+        while sum(self._busy) < self._most:
             read = self._next()
             if read is None:
-                return
-            self._start_job(read)
+                break
+            self._hand_out(read)
+        self._lanes.expect(more=bool(self._demands or self._queue.demands))
 
-    def _next(self) -> _Read | None:
+    def _next(self) -> Read | None:
         """The read whose next job a free lane should do."""
         while self._demands or self._queue.demands:
             read = self._demands[0] if self._demands else self._begin()
@@ -279,7 +271,7 @@ class IoLoop:
                 return read
         return None
 
-    def _begin(self) -> _Read | None:
+    def _begin(self) -> Read | None:
         entry = self._queue.peek()
         assert entry is not None
         slot = self._host.begin(entry)  # if it raises, `_die` finds the entry in the queue
@@ -288,7 +280,9 @@ class IoLoop:
             self._give_up([entry], None)
             return None
         jobs = self._host.jobs(entry.key)
-        read = _Read(entry.key, slot, entry.demand, jobs, self._loop.create_future())
+        batch = self._batches.pop(entry.key, None)
+        done = self._loop.create_future()
+        read = Read(entry.key, slot, entry.demand, jobs, done, batch)
         self._reads[entry.key] = read
         if entry.demand:
             self._unfinished += 1
@@ -301,42 +295,28 @@ class IoLoop:
         task.add_done_callback(self._running.discard)
         return read
 
-    def _start_job(self, read: _Read) -> None:
-        job, demand = read.next, read.demand
+    def _hand_out(self, read: Read) -> None:
+        job, demand = Job(read, read.next, read.demand), read.demand
         read.next += 1
         read.running += 1
         if not read.waiting:
             (self._demands if demand else self._guesses).remove(read)
         self._busy[demand] += 1
-        self._meter.start(sum(self._busy))
-        future = self._loop.run_in_executor(
-            self._executor, self._host.read, read.key, read.slot, job
-        )
-        future.add_done_callback(partial(self._end_job, read, demand))
+        self._lanes.put(job)
 
-    def _end_job(self, read: _Read, demand: bool, future: asyncio.Future[int]) -> None:
-        self._busy[demand] -= 1
-        read.running -= 1
-        if future.cancelled():
-            read.error = read.error or LoopClosed("the I/O loop was closed before the read")
-        elif (error := future.exception()) is not None:
-            read.error = read.error or error
-        else:
-            read.nbytes += future.result()
-            self._meter.add(future.result())
-        self._meter.stop(sum(self._busy))
-        if read.error is not None:
-            for reads in (self._demands, self._guesses):
-                if read in reads:
-                    reads.remove(read)
-        if not read.running and not read.waiting and not read.done.done():
-            read.done.set_result(None)
+    def _collect(self) -> None:
         try:
+            for job in self._lanes.collect():
+                self._busy[job.demand] -= 1
+                read = job.read
+                read.running -= 1
+                if not read.left and not read.done.done():
+                    read.done.set_result(None)
             self._dispatch()
         except BaseException as fatal:
             self._die(fatal)
 
-    async def _read(self, read: _Read) -> None:
+    async def _read(self, read: Read) -> None:
         try:
             await read.done
         except asyncio.CancelledError:
@@ -351,7 +331,8 @@ class IoLoop:
                 self._queue.demand(read.key, *self._deferred.pop(read.key))
                 if self._closed:
                     self._drop_all(LoopClosed("the I/O loop has been closed"))
-            self._dispatch()
+            if not self._unfinished:  # guesses may go on
+                self._dispatch()
         except BaseException as fatal:
             self._die(fatal)
 
@@ -367,6 +348,9 @@ class IoLoop:
 
     def _give_up(self, entries: Sequence[Entry], reason: BaseException | None) -> None:
         demands = [entry.key for entry in entries if entry.demand]
+        for key in demands:
+            if (batch := self._batches.pop(key, None)) is not None:
+                self._lanes.settle(batch)
         guesses = [entry.key for entry in entries if not entry.demand]
         if demands:
             self._host.dropped(demands, reason)

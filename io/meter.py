@@ -25,14 +25,13 @@ class DriveStatistics:
 
 
 class Meter:
-    """Measures the drive on the loop thread; read by others."""
+    """Measures the drive; its owner guards it, and others may read."""
 
     WINDOW = 0.25  # busy seconds behind which the past weighs half (arbitrary)
 
     def __init__(self) -> None:
         self.busy_seconds = 0.0
         self.bytes_read = 0
-        self.delayed_bytes = 0
         self.bandwidth = 0.0
         self._since = 0.0
         self._recent_bytes = 0.0
@@ -58,7 +57,5 @@ class Meter:
             self._recent_seconds /= 2
             self._recent_bytes /= 2
 
-    def statistics(self) -> DriveStatistics:
-        return DriveStatistics(
-            self.busy_seconds, self.bytes_read, self.delayed_bytes, self.bandwidth
-        )
+    def statistics(self, delayed_bytes: int) -> DriveStatistics:
+        return DriveStatistics(self.busy_seconds, self.bytes_read, delayed_bytes, self.bandwidth)

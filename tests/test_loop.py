@@ -354,7 +354,8 @@ def test_stopping_after_death_frees_who_waits_for_reads_that_hang() -> None:
 
     host.on_finish = finish
     with IoLoop(host, lanes=2, grace=0.0) as loop:
-        loop.submit(ask(FIRST, (0, 0)))
+        loop.submit(ask(FIRST))
+        loop.submit(ask((0, 0)))
         host.wait_ended(1)
         loop.stop()
         host.wait_ended(2)
