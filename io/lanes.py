@@ -174,14 +174,10 @@ class Lanes:
     # -- lanes --------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        tokens, demands, guesses = self._tokens, self._demands, self._guesses
-        while tokens.get():
-            try:
-                job = demands.popleft() if demands else guesses.popleft()
-            except IndexError:  # another lane was faster, or `stop` has emptied the queues
-                if not (job := self._take()):
-                    continue
-            self._do(job)
+        while self._tokens.get():
+            job = self._take()
+            if job is not None:  # else `stop` has emptied the queues
+                self._do(job)
 
     def _take(self) -> Job | None:
         for jobs in (self._demands, self._guesses):

@@ -59,6 +59,7 @@ class FoldedGates:
         self._bias: mx.array | None = None
         self._activation: Scores | None = None
         self._at: dict[int, int] = {}
+        self._parts: dict[tuple[int, int], mx.array] = {}  # neighbouring layers of the matrix
 
     @property
     def nbytes(self) -> int:
@@ -128,7 +129,9 @@ class FoldedGates:
     def _scores(self, first: int, last: int, columns: mx.array) -> mx.array:
         """Selection scores ``[last - first, experts, tokens]`` for residuals as columns."""
         assert self._matrix is not None
-        matrix = self._matrix[first:last]
+        matrix = self._parts.get((first, last))
+        if matrix is None:
+            matrix = self._parts[first, last] = self._matrix[first:last]
         if self._activation is None and self._bias is None and self._offset is None:
             # One positive factor per token changes no order: the norm's division is left out.
             return matrix @ columns

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from .errors import InvalidRequest
 
 Destination = Literal["slots", "staging", "pagecache", "off"]
@@ -149,12 +152,29 @@ class Calibration:
             row.extend(0.95 * decay / (1 + (rank / self._top_k[group]) ** 3 * 3) for rank in ranks)
         return row
 
-    def learn(self, group: int, distance: int, ranked: Sequence[int], routed: set[int]) -> None:
-        """Count which of the candidates were routed."""
-        row = self.probabilities(group, distance, len(ranked))
-        rate = self.RATE
-        for rank, expert in enumerate(ranked):
-            row[rank] += rate * ((expert in routed) - row[rank])
+    def learn(
+        self, group: int, distance: int, ranked: npt.ArrayLike, routed: npt.ArrayLike
+    ) -> npt.NDArray[np.bool_]:
+        """Count which of the candidates were routed.
+
+        Args:
+            group: the layer that was predicted.
+            distance: from how far.
+            ranked: ``[calls, candidates]`` expert ids, best first; the calls in order.
+            routed: ``[calls, top_k]`` expert ids.
+
+        Returns:
+            ``[calls, candidates]``: whether a candidate was routed.
+        """
+        candidates, chosen = np.asarray(ranked), np.asarray(routed)
+        hits: npt.NDArray[np.bool_] = (candidates[:, :, None] == chosen[:, None, :]).any(axis=2)
+        calls, count = hits.shape
+        weights = (1 - self.RATE) ** np.arange(calls)[::-1]  # the last call counts most
+        row = self.probabilities(group, distance, count)
+        kept = (1 - self.RATE) ** calls
+        learnt = kept * np.array(row[:count]) + self.RATE * (weights @ hits)
+        row[:count] = learnt.tolist()
+        return hits
 
     def to_json(self) -> dict[str, list[float]]:
         """The table with string keys."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,12 +15,17 @@ from ..io.asks import Guess
 from ..io.loop import IoLoop
 from ..models.lookahead import Predictor
 from .prefetch import Calibration, Governor, PrefetchConfig, Trial, parse_layers
+from .residency import NONE
 from .store import Demanded, ExpertStore
 from .tracing import Tracer
 
 HOST_SECONDS = 200e-6
 """Interpreter time of one read, on the loop and in a lane (measured on two slow cores: the compute
 thread cannot build graphs meanwhile)."""
+
+LESSON_TOKENS = 16
+"""Tokens between two updates of the calibration, which is a slow average: learning from many calls
+at once takes a tenth of the time (at first it learns more often, when it knows little)."""
 
 EMBEDDING = 99
 """Stands for the distance of a prediction that was made from the token's embedding."""
@@ -78,6 +83,7 @@ class ReadAhead:
         self._predictor = predictor
         self._config = config
         self._store = store
+        self._groups = store.groups
         self._loop = loop
         self._tracer = tracer
         self._layers = tuple(layers)
@@ -96,6 +102,10 @@ class ReadAhead:
         self._began = 0.0
         self.totals = Totals()
         self._predicted: list[list[tuple[int, list[int]]]] = [[] for _ in range(count)]
+        self._lessons: dict[tuple[int, int], list[tuple[list[int], Sequence[int]]]] = {}
+        self._lesson_at = 1
+        self._tokens = 0
+        self._least = [0.0] * count
         self._delayed = 0
         self._forward = 0
         self._forward_left = math.inf
@@ -129,12 +139,24 @@ class ReadAhead:
             predicted.clear()
         budget = self._config.forward_budget
         self._forward_left = math.inf if budget is None else budget
+        self._tokens += single
+        if self._tokens >= self._lesson_at:
+            self._learn()
+            self._lesson_at = self._tokens + min(self._tokens, LESSON_TOKENS)
+        if not self._resting and self._config.admission == "idle":
+            bandwidth = self._loop.bandwidth
+            self._least = [self._worth(books.stored_bytes, bandwidth) for books in self._groups]
 
     def end_forward(self) -> None:
         """The forward has been evaluated."""
         if self._began and self._tried:
             self.trial.token(time.perf_counter() - self._began)
         self._began = 0.0
+
+    def end_request(self) -> None:
+        """Nothing more will be predicted for the request."""
+        self.wait()
+        self._learn()
 
     def build(self, group: int) -> list[mx.array]:
         """Ranks of the layers ahead, unevaluated: they belong into the layer's own sync."""
@@ -178,23 +200,30 @@ class ReadAhead:
 
     # -- behind the sync ----------------------------------------------------------------------
 
-    def learn(self, group: int, experts: Sequence[int]) -> set[int]:
-        """The layer's routing is known; returns the experts that had been predicted for it."""
+    def note(self, group: int, experts: Sequence[int]) -> Sequence[Container[int]]:
+        """The layer's routing is known; returns what had been predicted for it."""
         predictions = self._predicted[group]
         if not predictions:
-            return set()
-        routed = set(experts)
-        everything: set[int] = set()
-        top_k, learn = self._top_k[group], self.calibration.learn
+            return ()
         for distance, ranked in predictions:
-            learn(group, distance, ranked, routed)
-            recall = self.totals.recall.setdefault(distance, Recall())
-            recall.routed += len(routed)
-            recall.found_at_top_k += len(routed.intersection(ranked[:top_k]))
-            recall.found += len(routed.intersection(ranked))
-            everything.update(ranked)
+            lessons = self._lessons.setdefault((group, distance), [])
+            lessons.append((ranked, experts))
+        predicted = [ranked for _, ranked in predictions]
         predictions.clear()
-        return everything
+        return predicted
+
+    def _learn(self) -> None:
+        """Learn from the calls since the last time."""
+        for (group, distance), lessons in self._lessons.items():
+            top_k = self._top_k[group]
+            # A router that asks for an expert twice leaves a shorter row: no expert has id -1.
+            routed = [[*experts, *[-1] * (top_k - len(experts))] for _, experts in lessons]
+            hits = self.calibration.learn(group, distance, [r for r, _ in lessons], routed)
+            recall = self.totals.recall.setdefault(distance, Recall())
+            recall.routed += sum(len(experts) for _, experts in lessons)
+            recall.found_at_top_k += int(hits[:, :top_k].sum())
+            recall.found += int(hits.sum())
+        self._lessons.clear()
 
     def guesses(
         self,
@@ -225,11 +254,14 @@ class ReadAhead:
             if not config.reads or not self._wants(target):
                 continue
             at = position + target - first
-            least = max(config.min_score, self._least(target))
+            least = max(config.min_score, self._least[target])
+            slot = self._groups[target].residency.slot
+            keep = not config.missing_only  # what is there is touched by the store
+            # Read without the lock: what has changed is noticed when the guess is asked for.
             chosen = [
-                Guess((target, expert), at, max(chance, 1e-6))
+                Guess((target, expert), at, chance if chance > 1e-6 else 1e-6)
                 for expert, chance in zip(ranked, chances, strict=False)
-                if chance >= least
+                if chance >= least and (keep or slot(expert) == NONE)
             ]
             if config.layer_budget is not None:
                 chosen = chosen[: config.layer_budget]
@@ -245,16 +277,13 @@ class ReadAhead:
             guesses = [Guess(guess.key, guess.position, 1.0) for guess in guesses]
         return guesses
 
-    def _least(self, target: int) -> float:
+    def _worth(self, nbytes: int, bandwidth: float) -> float:
         """Probability from which a guess is worth its host time.
 
         It costs ``HOST_SECONDS`` of the interpreter when it is wrong, and saves the wait for a
         record when it is right: p * record / bandwidth > (1 - p) * HOST_SECONDS.
         """
-        if self._config.admission == "always":
-            return 0.0
-        bandwidth = self._loop.bandwidth
-        saved = self._store.groups[target].stored_bytes / bandwidth if bandwidth else 1e-3
+        saved = nbytes / bandwidth if bandwidth else 1e-3
         return HOST_SECONDS / (HOST_SECONDS + saved)
 
     @property
@@ -285,7 +314,7 @@ class ReadAhead:
 
     def settle(self, group: int, got: Demanded) -> None:
         """Tell the governor what the layer call has shown."""
-        governor, groups = self.governor, self._store.groups
+        governor, groups = self.governor, self._groups
         for _ in got.paid:
             governor.judge(group, used=True, nbytes=groups[group].stored_bytes)
         for wasted in self._store.take_wasted():

@@ -186,7 +186,7 @@ class ExpertStore:
         *,
         owner: Hashable,
         position: int,
-        predicted: Container[int] = (),
+        predicted: Sequence[Container[int]] = (),
         guesses: Sequence[Guess] = (),
         grant: float = 0.0,
     ) -> Demanded | None:
@@ -199,7 +199,7 @@ class ExpertStore:
             experts: distinct experts.
             owner: the request.
             position: absolute index of this layer call.
-            predicted: experts that were predicted for this call.
+            predicted: what was predicted for this call, each time.
             guesses: what later layers may need; the experts that are there are left out.
             grant: bytes of them that may be begun.
 
@@ -252,7 +252,11 @@ class ExpertStore:
         self._tracer.depth("inflight", demand_lanes, guess_lanes)
 
     def _count_misses(
-        self, group: int, got: Acquired, predicted: Container[int], result: Demanded
+        self,
+        group: int,
+        got: Acquired,
+        predicted: Sequence[Container[int]],
+        result: Demanded,
     ) -> None:
         counters = self.counters
         result.misses = len(got.reads)
@@ -269,7 +273,7 @@ class ExpertStore:
             result.futures.append(flight)
             if self._lost and self._lost.pop((group, expert), -1) == self._position:
                 result.evicted += 1
-            elif expert in predicted:
+            elif any(expert in ranked for ranked in predicted):
                 result.late += 1
             else:
                 result.unpredicted += 1

@@ -143,7 +143,7 @@ class ExpertStream:
     def end_request(self) -> None:
         """The request has ended: nobody wants its guesses."""
         if self._ahead is not None:
-            self._ahead.wait()
+            self._ahead.end_request()
             self._store.purge(self.step.owner)
         self.step = Step()
 
@@ -289,7 +289,7 @@ class ExpertStream:
                 ahead.wait()
             if self._ready is not None:
                 ahead.governor.window(self._ready[0], self._mark - self._ready[1])
-            predicted = ahead.learn(group, experts)
+            predicted = ahead.note(group, experts)
             guesses = (
                 ahead.guesses(ahead.targets(group), ranks, position=position, first=group)
                 if ranks

@@ -275,7 +275,7 @@ def test_layer_lists() -> None:
 def test_calibration_learns_each_rank() -> None:
     calibration = Calibration([4, 4])
     for _ in range(300):
-        calibration.learn(1, 1, [5, 6, 7], {5, 9})
+        calibration.learn(1, 1, [[5, 6, 7]], [[5, 9]])
     row = calibration.probabilities(1, 1, 3)
     assert row[0] > 0.99
     assert row[1] < 0.01
