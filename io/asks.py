@@ -32,8 +32,14 @@ class ReadHost(Protocol):
     def dropped(self, keys: Sequence[Key], reason: BaseException | None) -> None:
         """These demands will never be read."""
 
-    def void(self, keys: Sequence[Key]) -> None:
-        """These guesses will never be read. A demand for one of them may be on its way already."""
+    def void(self, keys: Sequence[Key], reason: BaseException | None) -> None:
+        """These guesses will never be read. A demand for one of them may be on its way already.
+
+        Without a reason compute has passed their layer.
+        """
+
+    def promoted(self, key: Key) -> None:
+        """A guess in the queue has become a demand."""
 
 
 class Guess(NamedTuple):

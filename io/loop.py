@@ -220,6 +220,9 @@ class IoLoop:
                 self._deferred[key] = (ask.owner, ask.position)
                 self._promote(key)
                 continue
+            entry = queue.get(key)
+            if entry is not None and not entry.demand:
+                self._host.promoted(key)
             queue.demand(key, ask.owner, ask.position)
             if key not in self._batches:
                 self._batches[key] = batch
@@ -355,7 +358,7 @@ class IoLoop:
         if demands:
             self._host.dropped(demands, reason)
         if guesses:
-            self._host.void(guesses)
+            self._host.void(guesses, reason)
 
 
 async def _running_loop() -> asyncio.AbstractEventLoop:

@@ -322,7 +322,6 @@ def _about(prepared: Prepared, settings: Settings) -> dict[str, Any]:
         "version": 1,
         "model": prepared.blueprint.checkpoint.directory.name,
         "layers": layers,
-        "bandwidth_bytes_per_s": None,
         "config": asdict(settings.prefetch),
     }
 
@@ -351,6 +350,7 @@ def _writing(tracer: Tracer, loop: IoLoop) -> Iterator[None]:
     try:
         yield
     finally:
+        tracer.bandwidth = loop.bandwidth
         tracer.close()
         with suppress(TimeoutError):  # a target that hangs: the loop cancels the writer
             written.result(TRACE_GRACE)

@@ -502,12 +502,17 @@ class ExpertStore:
         if self._tracer.enabled:
             self._trace_depth()
 
-    def void(self, keys: Sequence[Key]) -> None:
+    def void(self, keys: Sequence[Key], reason: BaseException | None) -> None:
         """Guesses that never started: nobody waits for them, and they hold nothing."""
         with self._lock:
             self.counters.dropped += len(keys)
-        for key in keys:
-            self._tracer.queue("stale", *key)
+        if self._tracer.enabled:
+            for key in keys:
+                self._tracer.queue("stale" if reason is None else "purge", *key)
+
+    def promoted(self, key: Key) -> None:
+        """A guess has been chosen by the router before its read began."""
+        self._tracer.queue("promote", *key)
 
     def dropped(self, keys: Sequence[Key], reason: BaseException | None) -> None:
         """Demands that never started: their waiters get the reason."""

@@ -269,17 +269,22 @@ _KINDS: dict[tuple[str, str], _Taker] = {
     ("M", "thread_name"): lambda trace, event, args: trace.threads.update(
         {int(event["tid"]): str(args["name"])}
     ),
+    ("M", "drive"): lambda trace, event, args: _take_bandwidth(args, trace),
 }
+
+
+def _take_bandwidth(args: dict[str, Any], trace: Trace) -> None:
+    rate = args.get("bandwidth_bytes_per_s")
+    trace.bandwidth = float(rate) if rate else None
 
 
 def _take_header(header: dict[str, Any], trace: Trace) -> None:
     try:
-        model, version, rate = (
-            header.get(k) for k in ("model", "version", "bandwidth_bytes_per_s")
-        )
+        model, version = header.get("model"), header.get("version")
         trace.model = None if model is None else str(model)
         trace.version = None if version is None else str(version)
-        trace.bandwidth = float(rate) if rate else None
+        if trace.bandwidth is None:  # older files have it here
+            _take_bandwidth(header, trace)
         trace.config = dict(header.get("config") or {})
         for entry in header.get("layers") or []:
             layer = Layer(**{name: int(entry[name]) for name in Layer.__slots__})

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ import aiofiles
 logger = logging.getLogger("moestream")
 
 BUFFERED_EVENTS = 100_000  # arbitrary: some seconds of a fast model
-BATCH_EVENTS = 200  # keeps one turn of the loop under a millisecond
+BATCH_EVENTS = 50  # keeps one turn of the loop, which reads wait for, near 0.1 ms
+WRITE_EVENTS = 2000  # handed to the file at once
 FLUSH_SECONDS = 0.1
 
 
@@ -84,6 +85,7 @@ class Tracer:
         self.enabled = path is not None
         self.dropped = 0
         self.about: dict[str, Any] = {}  # of the model and its slots, for whoever reads the trace
+        self.bandwidth = 0.0  # of the drive, bytes per second; known at the end
         self.error: str | None = None
         self._events: deque[Event] = deque()
         self._epoch = time.perf_counter()
@@ -207,8 +209,8 @@ class Tracer:
                 closing = False
                 while not closing:
                     closing = self._closing  # read before the buffer: nothing is added after it
-                    for batch in self._batches():
-                        await file.write(separator + batch)
+                    while batches := [batch async for batch in self._batches()]:
+                        await file.write(separator + ",\n".join(batches))
                         separator = ",\n"
                     if not closing:
                         await asyncio.sleep(FLUSH_SECONDS)
@@ -223,10 +225,13 @@ class Tracer:
         """Let ``write`` finish. No event is added after this."""
         self._closing = True
 
-    def _batches(self) -> Iterator[str]:
-        while self._events:
+    async def _batches(self) -> AsyncIterator[str]:
+        for _ in range(WRITE_EVENTS // BATCH_EVENTS):
             count = min(len(self._events), BATCH_EVENTS)
+            if not count:
+                return
             yield ",\n".join([self._text(self._events.popleft()) for _ in range(count)])
+            await asyncio.sleep(0)  # a read may have ended
 
     def _text(self, event: Event) -> str:
         template, thread, start, end, arguments = event
@@ -239,6 +244,8 @@ class Tracer:
         for thread, name in list(self._names.items()):  # other threads may still add theirs
             event = {"ph": "M", "name": "thread_name", "pid": 1, "tid": thread}
             yield json.dumps({**event, "args": {"name": name}})
-        yield json.dumps(
-            {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "moestream"}}
-        )
+        process = {"ph": "M", "pid": 1, "tid": 0}
+        yield json.dumps({**process, "name": "process_name", "args": {"name": "moestream"}})
+        if self.bandwidth:
+            arguments = {"bandwidth_bytes_per_s": round(self.bandwidth)}
+            yield json.dumps({**process, "name": "drive", "args": arguments})

@@ -286,6 +286,7 @@ class FakeHost(ReadHost):
         self.on_dropped: Callable[[Sequence[Key]], None] | None = None
         self.begun: list[Key] = []
         self.outcomes: dict[Key, list[Outcome]] = defaultdict(list)
+        self.promotions: list[Key] = []
         self.threads: dict[str, set[int]] = defaultdict(set)
         self.peak = 0
         self._reading = 0
@@ -328,9 +329,12 @@ class FakeHost(ReadHost):
         if self.on_dropped is not None:
             self.on_dropped(keys)
 
-    def void(self, keys: Sequence[Key]) -> None:
+    def void(self, keys: Sequence[Key], reason: BaseException | None) -> None:
         for key in keys:
             self._end(key, Outcome("void", None, 0, None))
+
+    def promoted(self, key: Key) -> None:
+        self.promotions.append(key)
 
     def _end(self, key: Key, outcome: Outcome) -> None:
         with self._changed:

@@ -8,7 +8,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +221,7 @@ async def test_a_target_that_fills_up_ends_the_writer_before_it_is_closed(
 ) -> None:
     """Later events cost one look at a flag; nobody has to close what has already ended."""
 
-    def batches() -> Iterator[str]:
+    async def batches() -> AsyncIterator[str]:
         raise OSError(28, "No space left on device")
         yield ""
 
