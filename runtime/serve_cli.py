@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 _SERVER = "Server"
 KEY_VARIABLE = "MOESTREAM_API_KEY"
 
-Host = Annotated[
-    str, typer.Option(help="Address or name to listen at.", rich_help_panel=_SERVER)
-]
+Host = Annotated[str, typer.Option(help="Address or name to listen at.", rich_help_panel=_SERVER)]
 Port = Annotated[
     int, typer.Option(min=0, max=65535, help="0 takes a free one.", rich_help_panel=_SERVER)
 ]
@@ -159,7 +157,8 @@ def run_server(opened: Any, settings: Any, *, host: str, port: int, drain: float
 
     import uvloop
 
-    from .server.process import Address, bind, serve, url_of
+    from .server.logs import log_to_stderr
+    from .server.process import Address, bind, serve
     from .session import note_changes, open_engine
 
     address = Address(host, port)
@@ -173,9 +172,8 @@ def run_server(opened: Any, settings: Any, *, host: str, port: int, drain: float
         with bind(address) as bound:
             async with await open_engine(opened) as engine:
                 note_changes(opened, engine.plan, settings.sampling)
-                return await serve(
-                    engine, settings, bound, drain_seconds=drain, on_ready=ready
-                )
+                log_to_stderr()
+                return await serve(engine, settings, bound, drain_seconds=drain, on_ready=ready)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(run())

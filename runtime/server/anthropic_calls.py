@@ -93,9 +93,7 @@ def _assistant(part: Fields) -> dict[str, Any]:
                 "name": block.needed_text("name"),
                 "arguments": block.table("input") or {},
             }
-            calls.append(
-                {"id": block.needed_text("id"), "type": "function", "function": function}
-            )
+            calls.append({"id": block.needed_text("id"), "type": "function", "function": function})
         elif kind == "thinking":
             thoughts.append(block.needed_text("thinking"))
         elif kind != "redacted_thinking":

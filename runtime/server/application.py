@@ -34,8 +34,8 @@ def app(engine: Engine, settings: ServerSettings | None = None, **changes: Any) 
     """An ASGI app that answers for an engine, to be served or mounted in another app.
 
     It needs no lifespan events, and leaves the engine to its owner: close that one behind the
-    server. Requests that are running when the engine closes get an error. ``app(...).state.service``
-    holds what the endpoints share.
+    server. Requests that are running when the engine closes get an error. The app's
+    ``state.service`` holds what the endpoints share.
 
     Args:
         engine: open.
@@ -90,9 +90,7 @@ def _routes(service: Service) -> list[BaseRoute]:
         post("/v1/chat/completions", chat, "chat"),
         post("/v1/completions", text, "completions"),
         post("/v1/messages", messages, "messages", style="anthropic"),
-        post(
-            "/v1/messages/count_tokens", CountTokens(service), "count_tokens", style="anthropic"
-        ),
+        post("/v1/messages/count_tokens", CountTokens(service), "count_tokens", style="anthropic"),
     ]
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from ..arguments import show
 from .errors import refused
+
+T = TypeVar("T")
 
 
 class Fields:
@@ -113,8 +115,10 @@ class Fields:
         path = self.path(name)
         return refused(f"{path} must be {wanted}, not {show(self._values.get(name))}", path)
 
-    def _typed(self, name: str, kind: type, what: str) -> Any:
+    def _typed(self, name: str, kind: type[T], what: str) -> T | None:
         value = self._values.get(name)
-        if value is None or type(value) is kind:
+        if value is None:
+            return None
+        if type(value) is kind:  # true is no whole number
             return value
         raise self.wrong(name, what)

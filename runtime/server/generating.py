@@ -211,16 +211,16 @@ class Generating:
 
             async def watch() -> None:
                 await wait_disconnect(receive)
-                record.disconnected = True
+                record.disconnected = not record.complete
                 group.cancel_scope.cancel()
 
             group.start_soon(watch)
             with receiver:
                 try:
                     if job.call.stream:
-                        await self._send_stream(job, reply, events, receiver)
+                        await self._send_stream(job, record, reply, events, receiver)
                     else:
-                        await self._send_whole(job, receiver, send)
+                        await self._send_whole(job, record, receiver, send)
                 except Exception as error:  # outside, so that it does not come out as a group
                     failure = error
             group.cancel_scope.cancel()
@@ -251,7 +251,12 @@ class Generating:
                 await sender.send(Came(answer.index, Piece(), error))
 
     async def _send_stream(
-        self, job: Job, reply: Streamed, events: EventStream, pieces: ObjectReceiveStream[Came]
+        self,
+        job: Job,
+        record: Record,
+        reply: Streamed,
+        events: EventStream,
+        pieces: ObjectReceiveStream[Came],
     ) -> None:
         await events.write(reply.begin())
         left = len(job.answers)
@@ -267,11 +272,12 @@ class Generating:
             if frames := reply.piece(came.index, came.piece):
                 await events.write(frames)
             left -= came.piece.ended is not None
+        record.complete = True
         await events.write(reply.end())
         await events.close()
 
     async def _send_whole(
-        self, job: Job, pieces: ObjectReceiveStream[Came], send: Send
+        self, job: Job, record: Record, pieces: ObjectReceiveStream[Came], send: Send
     ) -> None:
         reply = self._whole(job.head)
         left = len(job.answers)
@@ -281,6 +287,7 @@ class Generating:
                 raise came.error
             reply.piece(came.index, came.piece)
             left -= came.piece.ended is not None
+        record.complete = True
         with anyio.move_on_after(self._service.settings.send_timeout) as scope:
             await send_json(send, 200, reply.body())
         if scope.cancelled_caught:

@@ -32,7 +32,8 @@ class Record:
         endpoint: a name for logs and figures.
         style: of error bodies.
         status: of the response; 0 while none has begun.
-        disconnected: the client left before the end.
+        complete: the end of the answer is on its way, so that the client may go.
+        disconnected: the client left before that.
         code: of the error, if any.
         figures: further ones for the log.
     """
@@ -42,6 +43,7 @@ class Record:
     endpoint: str = "other"
     style: Style = "openai"
     status: int = 0
+    complete: bool = False
     disconnected: bool = False
     code: str | None = None
     figures: dict[str, Any] | None = None

@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from ...io.errors import MoestreamError
 from ..engine import Engine
 from .application import app
-from .logs import log, log_to_stderr
+from .logs import log
 from .service import Service
 from .settings import ServerSettings
 
@@ -77,8 +77,6 @@ def bind(address: Address) -> socket.socket:
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(where)
-        # Two servers can share a bound port on Linux until one of them listens.
-        bound.listen(1)
     except OSError as error:
         bound.close()
         raise AddressUnavailable(address.host, address.port, error) from error
@@ -112,8 +110,10 @@ async def serve(
 
     Returns:
         Whether all requests were answered to their end.
+
+    Raises:
+        AddressUnavailable: another process has begun to listen there meanwhile.
     """
-    log_to_stderr()
     application = app(engine, settings)
     config = uvicorn.Config(
         application,
@@ -125,8 +125,14 @@ async def serve(
         timeout_graceful_shutdown=int(drain_seconds) + CUT_GRACE,
         h11_max_incomplete_event_size=HEADER_BYTES,
     )
-    server = _Server(config, application, drain_seconds, lambda: on_ready(url_of(bound)))
-    await server.serve(sockets=[bound])
+    url, (host, port) = url_of(bound), bound.getsockname()[:2]
+    server = _Server(config, application, drain_seconds, lambda: on_ready(url))
+    try:
+        await server.serve(sockets=[bound])
+    except OSError as error:
+        if server.started:
+            raise
+        raise AddressUnavailable(host, port, error) from error
     return server.cut == 0
 
 

@@ -37,9 +37,9 @@ def initial_state(tokenizer: Any, call: Call, prompt: Sequence[int]) -> str:
     given: str | None = tokenizer.response_initial_state
     if given:
         return given
-    if tokenizer.has_thinking and tokenizer.rfind_think_start(
+    if tokenizer.has_thinking and tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(
         prompt
-    ) > tokenizer.rfind_think_end(prompt):
+    ):
         return REASONING
     return NORMAL
 
