@@ -7,7 +7,7 @@ import contextlib
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +16,14 @@ import uvicorn
 from mlx_lm.utils import load_tokenizer
 from starlette.types import ASGIApp
 
-from moestream.runtime.api import Chunk, FinishReason, Generation, GenerationStats
+from moestream.runtime.api import (
+    Chunk,
+    FinishReason,
+    Generation,
+    GenerationStats,
+    PrefetchStatistics,
+    Statistics,
+)
 from moestream.runtime.engine import Engine
 from moestream.runtime.plan import Plan
 
@@ -96,6 +103,13 @@ def tokenizer_with(directory: Path, source: Path, template: str, *tokens: str) -
     return load_tokenizer(directory)
 
 
+_IDLE: dict[str, Any] = {
+    **{entry.name: 0 for entry in fields(Statistics)},
+    "slots": (),
+    "experts": (),
+    "trace_error": None,
+    "prefetch": PrefetchStatistics(),
+}
 STATS = GenerationStats(0.0, 0.1, 10.0, 3, 1, 1000, 0.0, 0.0, 0.0, 1, 0)
 
 
@@ -111,7 +125,7 @@ class ScriptedEngine:
         fail: raised instead of the token of this number.
     """
 
-    def __init__(self, tokenizer: Any, *answers: str, statistics: Any = None) -> None:
+    def __init__(self, tokenizer: Any, *answers: str) -> None:
         self.tokenizer = tokenizer
         self.answers = list(answers)
         self.prompts: list[Sequence[int]] = []
@@ -123,11 +137,13 @@ class ScriptedEngine:
         self.fail: tuple[int, Exception] | None = None
         self.alive = True
         self.plan = cast(Plan, _PlanOf(2048))
-        self._statistics = statistics
+        self.trace_error: str | None = None
 
-    def statistics(self) -> Any:
-        """Of a real engine, with the numbers that matter here."""
-        return replace(self._statistics, requests_running=min(self.open, 1))
+    def statistics(self) -> Statistics:
+        """Like ``Engine.statistics``."""
+        return Statistics(
+            **{**_IDLE, "requests_running": min(self.open, 1), "trace_error": self.trace_error}
+        )
 
     def stream(self, prompt: Sequence[int], **sampling: Any) -> AsyncGenerator[Chunk, None]:
         """Like ``Engine.stream``."""
