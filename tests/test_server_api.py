@@ -29,7 +29,7 @@ def no_stray_threads() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def engine(demo: Path) -> Iterator[Engine]:
-    engine = asyncio.run(Engine.open(demo, slots=16))
+    engine = asyncio.run(Engine.open(demo, memory="all"))
     yield engine
     engine.check_integrity(idle=True)
     asyncio.run(engine.aclose())
@@ -76,7 +76,9 @@ async def test_openai_client_on_everything_plain(engine: Engine) -> None:
         assert (chat.usage.prompt_tokens, chat.usage.completion_tokens) == (17, 12)
         assert chat.usage.total_tokens == 29
 
-        parts: Any = [{"role": "user", "content": [{"type": "text", "text": "Hello! How are you?"}]}]
+        parts: Any = [
+            {"role": "user", "content": [{"type": "text", "text": "Hello! How are you?"}]}
+        ]
         again = await client.chat.completions.create(model=MODEL, messages=parts)
         assert again.choices[0].message.content == ANSWER
 
@@ -122,9 +124,7 @@ async def test_openai_streams(engine: Engine) -> None:
                 model=MODEL, prompt=PROMPT, max_tokens=6, stream=True, echo=True
             )
         ]
-        whole = await client.completions.create(
-            model=MODEL, prompt=PROMPT, max_tokens=6, echo=True
-        )
+        whole = await client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=6, echo=True)
         assert "".join(chunk.choices[0].text for chunk in plain) == whole.choices[0].text
         assert whole.choices[0].text.startswith(PROMPT)
         assert plain[-1].choices[0].finish_reason == "length"
@@ -189,9 +189,7 @@ async def test_logprobs(engine: Engine) -> None:
         ]
         assert [round(item.logprob, 4) for item in streamed] == wanted
 
-        text = await client.completions.create(
-            model=MODEL, prompt=PROMPT, max_tokens=3, logprobs=2
-        )
+        text = await client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=3, logprobs=2)
         logprobs = text.choices[0].logprobs
         assert logprobs is not None and logprobs.tokens and logprobs.text_offset
         assert len(logprobs.tokens) == len(logprobs.token_logprobs or ()) == 3

@@ -121,9 +121,7 @@ async def test_only_one_call_where_no_more_are_wanted(tokenizer: Any) -> None:
     assert answer.choices[0].finish_reason == "tool_calls"
     assert engine.cancelled == 1  # the rest is not generated
     assert answer.usage is not None
-    assert answer.usage.completion_tokens == len(
-        tokenizer.encode(CALL, add_special_tokens=False)
-    )
+    assert answer.usage.completion_tokens == len(tokenizer.encode(CALL, add_special_tokens=False))
 
 
 @pytest.mark.parametrize(

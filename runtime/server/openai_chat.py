@@ -9,6 +9,9 @@ from .answers import Piece, Text, Thought, ToolCall
 from .errors import ApiError
 from .replies import Collected, Head, finite, frame, token_text
 
+DONE = b"data: [DONE]\n\n"
+"""The frame that ends a stream."""
+
 
 class ChatStream:
     """Frames of a streamed chat completion."""
@@ -42,11 +45,11 @@ class ChatStream:
         if self._head.usage:
             counts = usage_of(self._head, self._tokens)
             usage = frame(self._envelope([]) | {"usage": counts})
-        return usage + b"data: [DONE]\n\n"
+        return usage + DONE
 
     def failure(self, error: ApiError) -> bytes:
-        """The error in place of a chunk."""
-        return frame(error.body("openai"))
+        """The error in place of a chunk, and the end mark for those who wait for it."""
+        return frame(error.body("openai")) + DONE
 
     def _delta(self, index: int, part: Text | Thought | ToolCall) -> dict[str, Any]:
         if isinstance(part, Text):

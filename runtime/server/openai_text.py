@@ -7,7 +7,7 @@ from typing import Any
 from ..api import TokenLogprob
 from .answers import Piece, Text
 from .errors import ApiError
-from .openai_chat import envelope, usage_of
+from .openai_chat import DONE, envelope, usage_of
 from .replies import Collected, Head, finite, frame, token_text
 
 
@@ -50,11 +50,11 @@ class TextStream:
         if self._head.usage:
             counts = usage_of(self._head, self._tokens)
             usage = frame(envelope(self._head, "text_completion", []) | {"usage": counts})
-        return usage + b"data: [DONE]\n\n"
+        return usage + DONE
 
     def failure(self, error: ApiError) -> bytes:
-        """The error in place of a chunk."""
-        return frame(error.body("openai"))
+        """The error in place of a chunk, and the end mark for those who wait for it."""
+        return frame(error.body("openai")) + DONE
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
         chunk = envelope(self._head, "text_completion", [choice])
