@@ -162,14 +162,14 @@ def run_server(opened: Any, settings: Any, *, host: str, port: int, drain: float
     from .session import note_changes, open_engine
 
     address = Address(host, port)
-    if not address.is_local and settings.api_key is None:
-        note(f"anyone who reaches {host} may use the model: set an API key with {KEY_VARIABLE}")
 
     def ready(url: str) -> None:
         typer.echo(f"Serving at {url} (Ctrl-C stops)")
 
     async def run() -> bool:
         with bind(address) as bound:
+            if not address.is_local and settings.api_key is None:
+                note(f"anyone who reaches {host} may use the model: set a key in {KEY_VARIABLE}")
             async with await open_engine(opened) as engine:
                 note_changes(opened, engine.plan, settings.sampling)
                 log_to_stderr()

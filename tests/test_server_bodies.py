@@ -1,4 +1,4 @@
-"""Bodies that are wrong, hostile or too large get an error of their API, and nothing else happens."""
+"""Bodies that are wrong, hostile or too large get an error, and nothing else happens."""
 
 from __future__ import annotations
 

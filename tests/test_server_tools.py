@@ -74,7 +74,8 @@ async def test_openai_tool_call_and_its_result(tokenizer: Any) -> None:
         (choice,) = answer.choices
         assert choice.finish_reason == "tool_calls"
         assert choice.message.content == "Let me see."
-        (call,) = choice.message.tool_calls or ()
+        assert choice.message.tool_calls is not None
+        (call,) = choice.message.tool_calls
         assert call.type == "function" and call.function.name == "weather"
         assert json.loads(call.function.arguments) == {"town": "Oslo"}
 
@@ -245,7 +246,7 @@ def read(tokenizer: Any, text: str, pieces: list[str] | None = None, **more: Any
     return parts
 
 
-def joined(parts: list[Any], kind: type) -> str:
+def joined(parts: list[Any], kind: type[Text] | type[Thought]) -> str:
     return "".join(part.text for part in parts if isinstance(part, kind))
 
 

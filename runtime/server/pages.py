@@ -20,7 +20,8 @@ from .service import Service
 _PAGE_HEADERS = {
     # Everything is in the page itself, and it talks with this server only.
     "content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; "
-    "style-src 'unsafe-inline'; connect-src 'self'; img-src data:; base-uri 'none'; frame-ancestors 'none'",
+    "style-src 'unsafe-inline'; connect-src 'self'; img-src data:; base-uri 'none'; "
+    "frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
 }

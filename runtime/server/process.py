@@ -15,6 +15,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from ...io.errors import MoestreamError
+from ..arguments import show_path
 from ..engine import Engine
 from .application import app
 from .logs import log
@@ -32,13 +33,16 @@ HEADER_BYTES = 64 << 10
 class AddressUnavailable(MoestreamError):
     """The address cannot be listened at."""
 
-    def __init__(self, host: str, port: int, error: OSError) -> None:
-        if error.errno == errno.EADDRINUSE:
+    def __init__(self, host: str, port: int, error: OSError | UnicodeError) -> None:
+        host = show_path(host)
+        number = getattr(error, "errno", None)
+        if number == errno.EADDRINUSE:
             what = f"port {port} of {host} is in use; give another with --port"
-        elif error.errno in (errno.EACCES, errno.EPERM):
+        elif number in (errno.EACCES, errno.EPERM):
             what = f"port {port} of {host} is not ours to use; give one above 1023 with --port"
         else:
-            what = f"cannot listen at {host}:{port} ({error.strerror or error}); see --host"
+            problem = getattr(error, "strerror", None) or "it is no name of a host"
+            what = f"cannot listen at {host}:{port} ({problem}); see --host"
         super().__init__(what)
 
 
@@ -72,7 +76,7 @@ def bind(address: Address) -> socket.socket:
         )
         family, kind, protocol, _, where = infos[0]
         bound = socket.socket(family, kind, protocol)
-    except OSError as error:  # names that mean nothing too
+    except (OSError, UnicodeError) as error:  # the latter about names that are too long
         raise AddressUnavailable(address.host, address.port, error) from error
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
