@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -157,7 +158,7 @@ def run_server(opened: Any, settings: Any, *, host: str, port: int, drain: float
 
     import uvloop
 
-    from .server.logs import log_to_stderr
+    from .server.logs import logging_to
     from .server.process import Address, bind, serve
     from .session import note_changes, open_engine
 
@@ -172,8 +173,8 @@ def run_server(opened: Any, settings: Any, *, host: str, port: int, drain: float
                 note(f"anyone who reaches {host} may use the model: set a key in {KEY_VARIABLE}")
             async with await open_engine(opened) as engine:
                 note_changes(opened, engine.plan, settings.sampling)
-                log_to_stderr()
-                return await serve(engine, settings, bound, drain_seconds=drain, on_ready=ready)
+                with logging_to(sys.stderr):
+                    return await serve(engine, settings, bound, drain_seconds=drain, on_ready=ready)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(run())

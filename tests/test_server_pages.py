@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import re
 import shutil
 import subprocess
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from blockbuster import blockbuster_ctx
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from moestream import Engine
 from moestream.runtime import server
-from moestream.runtime.server.logs import JsonLines
+from moestream.runtime.server import logs
+from moestream.runtime.server.logs import JsonLines, log, logging_to
+from moestream.runtime.server.metrics import Metrics
 from moestream.runtime.server.settings import InvalidSetting, ServerSettings
 
 from .serving import QUESTION, ScriptedEngine, calling, tokenizer_with
@@ -254,3 +260,99 @@ def test_unknown_settings(tokenizer: Any) -> None:
     with pytest.raises(TypeError, match="colour"):
         application(tokenizer, colour="red")
     assert issubclass(InvalidSetting, ValueError)
+
+
+# -- names, and logs that nobody reads
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ("/models/owl-4bit/", "owl-4bit"),
+        ("/cache/hub/models--org--owl-4bit/snapshots/0a1b2c", "org/owl-4bit"),
+        ("/", "moestream"),
+        (None, "moestream"),
+    ],
+)
+async def test_name_of_the_model(place: str | None, name: str) -> None:
+    class Tokenizer:
+        name_or_path = place
+
+    app = server.app(ScriptedEngine(Tokenizer(), "never").as_engine())
+    async with calling(app) as client:
+        models = (await client.get("/v1/models")).json()["data"]
+        assert [model["id"] for model in models] == [name]
+        one = await client.get(f"/v1/models/{name}")
+        assert one.json() == models[0]
+
+
+def test_logs_are_lines_of_json_of_another_thread() -> None:
+    stream = io.StringIO()
+    threads: set[int] = set()
+
+    class Watched(io.StringIO):
+        def write(self, text: str) -> int:
+            threads.add(threading.get_ident())
+            return stream.write(text)
+
+    with logging_to(Watched()):
+        log("tested", status=5, nothing=None)
+        log("not shown", level=logging.DEBUG)
+        logging.getLogger("uvicorn.error").info("not shown either")
+        logging.getLogger("uvicorn.error").warning("shown\nin one line")
+    log("too late")
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [line["event"] for line in lines] == ["tested", "shown\nin one line"]
+    assert lines[0]["status"] == 5 and "nothing" not in lines[0]
+    assert threads and threading.get_ident() not in threads
+
+
+def test_a_log_that_nobody_reads_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "MOST_RECORDS", 5)
+    entered, opened = threading.Event(), threading.Event()
+    written: list[str] = []
+
+    class Stuck(io.StringIO):
+        def write(self, text: str) -> int:
+            entered.set()
+            assert opened.wait(20)
+            written.append(text)
+            return len(text)
+
+    with logging_to(Stuck()):
+        log("first")
+        assert entered.wait(20)
+        for _ in range(100):  # would never end if one of them waited
+            log("more")
+        opened.set()
+    assert "".join(written).count("more") <= 5
+
+
+# -- the caller's loop
+
+
+async def test_nothing_blocks_the_loop(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every endpoint, with blocking calls on the loop made into errors."""
+    app = application(tokenizer)
+    async with calling(app) as client:
+        await client.get("/health")  # imports of the client itself
+        with blockbuster_ctx("moestream"):
+            for path in ("/", "/health", "/metrics", "/stats", "/v1/models", "/nothing"):
+                assert (await client.get(path)).status_code in (200, 404)
+            for stream in (False, True):
+                for path, prompt in (
+                    (CHAT, {"messages": QUESTION}),
+                    (TEXT, {"prompt": "Hi"}),
+                    ("/v1/messages", {"messages": QUESTION, "max_tokens": 5}),
+                ):
+                    answer = await client.post(path, json={**prompt, "stream": stream})
+                    assert answer.status_code == 200
+            counted = await client.post("/v1/messages/count_tokens", json={"messages": QUESTION})
+            assert counted.status_code == 200
+
+            def blocks(metrics: Metrics) -> bytes:
+                time.sleep(0)
+                return b""
+
+            monkeypatch.setattr(Metrics, "text", blocks)  # the trap itself works
+            assert (await client.get("/metrics")).status_code == 500

@@ -90,16 +90,12 @@ class Generating:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service, record = self._service, scope[RECORD]
         with service.admission.admit() as ticket:
-            try:
-                body = await read_body(
-                    scope,
-                    receive,
-                    limit=service.settings.max_body,
-                    timeout=service.settings.body_timeout,
-                )
-            except ClientDisconnect:
-                record.disconnected = True
-                return
+            body = await read_body(
+                scope,
+                receive,
+                limit=service.settings.max_body,
+                timeout=service.settings.body_timeout,
+            )
             job = await service.work(self.prepare, body)
             service.admission.enlarge(ticket, len(job.answers))
             await self._attend(job, ticket, record, receive, send)

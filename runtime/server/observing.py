@@ -9,6 +9,7 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError, Style, from_engine
@@ -81,6 +82,8 @@ class Observed:
 
         try:
             await self._app(scope, receive, send_observed)
+        except ClientDisconnect:
+            record.disconnected = True
         except ApiError as error:
             await self._fail(error, record, send_observed)
         except Exception as error:

@@ -68,5 +68,11 @@ class Service:
 
 
 def _name_of(tokenizer: Any) -> str:
-    path = getattr(tokenizer, "name_or_path", None)
-    return (Path(path).name if isinstance(path, str) else "") or "moestream"
+    """The name of a model by the place its tokenizer comes from."""
+    place = getattr(tokenizer, "name_or_path", None)
+    if not isinstance(place, str):
+        return "moestream"
+    for part in Path(place).parts:  # of the Hub's cache: models--OWNER--NAME/snapshots/COMMIT
+        if part.startswith("models--"):
+            return part.removeprefix("models--").replace("--", "/")
+    return Path(place).name or "moestream"
