@@ -13,7 +13,7 @@ import pytest
 from mlx_lm.utils import load_tokenizer
 
 from moestream.runtime import server
-from moestream.runtime.server import generating
+from moestream.runtime.server import preparing
 from moestream.runtime.server.body import DEEPEST, parse_body
 from moestream.runtime.server.errors import ApiError
 
@@ -383,7 +383,7 @@ async def test_bodies_are_read_off_the_loop(
         return call
 
     for name, function in (("parse", "parse_body"), ("encode", "encode_call")):
-        monkeypatch.setattr(generating, function, watched(name, getattr(generating, function)))
+        monkeypatch.setattr(preparing, function, watched(name, getattr(preparing, function)))
     async with calling(server.app(engine.as_engine(), name="m")) as client:
         for path, body in BODIES.items():
             assert (await client.post(path, json=body)).status_code == 200

@@ -297,6 +297,8 @@ async def test_errors_reach_the_client(
     async with calling(application) as client:
         whole = await client.post(TEXT, json=body)
         assert (whole.status_code, whole.json()["error"]["type"]) == (status, "server_error")
+        several = await client.post(TEXT, json={**body, "n": 3})  # all of them fail, one is told
+        assert several.json() == whole.json()
         stream = await client.post(TEXT, json={**body, "stream": True})
         *_, last_frame, done = stream.text.strip().split("\n\n")
         assert done == "data: [DONE]"

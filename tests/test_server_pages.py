@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -26,7 +27,7 @@ from moestream.runtime.server.logs import JsonLines, log, logging_to
 from moestream.runtime.server.metrics import Metrics
 from moestream.runtime.server.settings import InvalidSetting, ServerSettings
 
-from .serving import QUESTION, ScriptedEngine, calling, tokenizer_with
+from .serving import QUESTION, ScriptedEngine, calling, listening, tokenizer_with
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -209,6 +210,25 @@ def test_the_script_of_the_page_parses(tmp_path: Path) -> None:
         ["node", "--check", tmp_path / "page.js"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.one_loop
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no Chromium")
+async def test_the_page_in_a_browser(tokenizer: Any, tmp_path: Path) -> None:
+    """Its figures are filled in; the policy of the page lets its script run and fetch."""
+    app = application(tokenizer, name="the name of the model")
+    async with listening(app) as url:
+        browser = await asyncio.create_subprocess_exec(
+            *("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"),
+            *(f"--user-data-dir={tmp_path}", "--virtual-time-budget=3000", url),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        shown = (await browser.communicate())[0].decode()
+    assert '<h1 id="model">the name of the model</h1>' in shown
+    assert re.search('id="health"[^>]*>ready<', shown)
+    assert '<dd id="rate">0.0</dd>' in shown
 
 
 @pytest.mark.one_loop

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import Any
 
 import anyio
 from anyio.abc import ObjectReceiveStream, ObjectSendStream
@@ -15,43 +14,15 @@ from starlette.types import Receive, Scope, Send
 
 from ..api import Chunk
 from .admission import Ticket
-from .answers import ChatReader, Piece, PlainReader
-from .body import parse_body, read_body
-from .calls import Call
+from .answers import Piece
+from .body import read_body
 from .errors import ApiError, from_engine
 from .logs import log
 from .observing import RECORD, Record
 from .outgoing import EventStream, send_json, wait_disconnect
-from .prompts import encode_call, initial_state
-from .replies import Head, Streamed, Whole, new_key
+from .preparing import Answer, Job, ReadCall, prepare
+from .replies import Head, Streamed, Whole
 from .service import Service
-from .settings import ServerSettings
-
-ReadCall = Callable[[dict[str, Any], ServerSettings, str], Call]
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One answer to be made.
-
-    Attributes:
-        index: among the request's answers.
-        chunks: of the engine; the generation begins with the first that is asked for.
-        reader: takes the chunks apart.
-    """
-
-    index: int
-    chunks: AsyncGenerator[Chunk, None]
-    reader: PlainReader
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A request, ready to be generated."""
-
-    call: Call
-    head: Head
-    answers: tuple[Answer, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,62 +67,9 @@ class Generating:
                 limit=service.settings.max_body,
                 timeout=service.settings.body_timeout,
             )
-            job = await service.work(self.prepare, body)
+            job = await service.work(prepare, service, self._read, self._prefix, body)
             service.admission.enlarge(ticket, len(job.answers))
             await self._attend(job, ticket, record, receive, send)
-
-    def prepare(self, body: bytes) -> Job:
-        """Understand and tokenize a body; nothing is generated yet. On a worker thread.
-
-        Raises:
-            ApiError: it is wrong.
-        """
-        service = self._service
-        tokenizer, engine = service.engine.tokenizer, service.engine
-        if not engine.alive:
-            raise ApiError(503, "the engine has stopped; restart the server", code="engine_dead")
-        call = self._read(parse_body(body), service.settings, service.name)
-        prompts = encode_call(tokenizer, call)
-        head = Head(
-            key=new_key(self._prefix),
-            model=service.name,
-            prompts=tuple(map(len, prompts)),
-            choices=call.choices,
-            tokenizer=tokenizer,
-            usage=call.usage,
-            echo=_echo(tokenizer, call),
-        )
-        try:
-            answers = tuple(
-                self._answer(call, prompt, number * call.choices + choice, choice)
-                for number, prompt in enumerate(prompts)
-                for choice in range(call.choices)
-            )
-        except Exception as error:
-            raise from_engine(error) from error
-        return Job(call, head, answers)
-
-    def _answer(self, call: Call, prompt: tuple[int, ...], index: int, choice: int) -> Answer:
-        engine = self._service.engine
-        sampling = call.sampling.copy()
-        limit = sampling.get("max_tokens", engine.plan.context)
-        sampling["max_tokens"] = min(limit, engine.plan.context)
-        if (seed := sampling.get("seed")) is not None:
-            sampling["seed"] = (seed + choice) % 2**64  # or all answers would be the same
-        given = sampling.get("stop") or ()
-        stops = [given] if isinstance(given, str) else list(given)
-        tokenizer = engine.tokenizer
-        if call.messages:
-            reader: PlainReader = ChatReader(
-                tokenizer,
-                stops,
-                state=initial_state(tokenizer, call, prompt),
-                tools=call.tools,
-                one_tool=call.one_tool,
-            )
-        else:
-            reader = PlainReader(tokenizer, stops)
-        return Answer(index, engine.stream(prompt, **sampling), reader)
 
     async def _attend(
         self, job: Job, ticket: Ticket, record: Record, receive: Receive, send: Send
@@ -244,7 +162,8 @@ class Generating:
                 return  # nobody reads any more
             except Exception as error:
                 service.failing = from_engine(error).status >= 500
-                await sender.send(Came(answer.index, Piece(), error))
+                with suppress(anyio.BrokenResourceError):  # another answer has failed before
+                    await sender.send(Came(answer.index, Piece(), error))
 
     async def _send_stream(
         self,
@@ -302,19 +221,3 @@ def _figures(record: Record, chunk: Chunk) -> None:
     figures["first_token_seconds"] = round(stats.time_to_first_token, 4)
     figures["tokens_per_second"] = round(stats.decode_tokens_per_second, 2)
     figures["hit_rate"] = round(stats.hit_rate, 4)
-
-
-def _echo(tokenizer: Any, call: Call) -> tuple[str, ...]:
-    if not call.echo:
-        return ()
-    return tuple(
-        prompt if isinstance(prompt, str) else _decoded(tokenizer, prompt)
-        for prompt in call.prompts
-    )
-
-
-def _decoded(tokenizer: Any, tokens: Sequence[int]) -> str:
-    try:
-        return str(tokenizer.decode(list(tokens))) if tokenizer is not None else ""
-    except Exception as error:  # ids beyond the vocabulary, in many guises
-        raise ApiError(400, "the prompt has token ids that mean nothing", param="prompt") from error
