@@ -143,6 +143,8 @@ def serve(
         max_waiting=max_waiting,
         max_body=max_body,
         cors=tuple(cors or ()),
+        # A page whose name leads here could talk to a server that asks for no key.
+        trust_host=api_key is not None,
         sampling=sampling,
     )
     opened = EngineOptions(

@@ -175,7 +175,8 @@ async def test_all_answers_of_a_request_are_cancelled(tokenizer: Any) -> None:
 async def test_a_client_that_does_not_read_is_given_up(tokenizer: Any) -> None:
     """Nothing is collected for it: the answer waits in the engine, which bounds its length."""
     engine = ScriptedEngine(tokenizer, "word " * 2000)
-    application = server.app(engine.as_engine(), send_timeout=0.3)
+    # A long name, so that the answer is far more than what the system's buffers take.
+    application = server.app(engine.as_engine(), send_timeout=0.3, name="m" * 1000)
     async with listening(application) as url:
         body = {"prompt": "Hi", "max_tokens": 2000, "stream": True, "n": 16}
         client = await RawClient.post(url, TEXT, body)

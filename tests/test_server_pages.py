@@ -162,6 +162,26 @@ async def test_pages_of_other_origins_may_not_call(tokenizer: Any) -> None:
             assert "access-control-allow-origin" not in answer.headers
 
 
+@pytest.mark.parametrize("trusted", [True, False])
+async def test_a_name_that_was_made_to_lead_here(trusted: bool, tokenizer: Any) -> None:
+    app = application(tokenizer, trust_host=trusted)
+    async with calling(app) as client:
+        for host, local in (
+            ("evil.example:8000", False),
+            ("127.0.0.1.evil.example", False),
+            ("localhost.evil.example", False),
+            ("localhost:8000", True),
+            ("127.0.0.1:8000", True),
+            ("[::1]:8000", True),
+        ):
+            headers = {"host": host, "origin": f"http://{host}"}
+            answer = await client.post(TEXT, json={"prompt": "Hi"}, headers=headers)
+            assert answer.status_code == (200 if trusted or local else 403), host
+        # What is no web page is not asked.
+        answer = await client.post(TEXT, json={"prompt": "Hi"}, headers={"host": "any.example"})
+        assert answer.status_code == 200
+
+
 async def test_cors(tokenizer: Any) -> None:
     page = "https://page.example"
     app = application(tokenizer, cors=(page,), api_key="secret")

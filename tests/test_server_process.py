@@ -129,6 +129,8 @@ def test_ctrl_c_without_requests_ends_well(demo: Path) -> None:
         body = json.loads(text_of(server.post({"prompt": "Once", "model": "owl"})))
         assert body["usage"]["completion_tokens"] == 2
         assert server.post({"prompt": "x" * 2000}).status == 413
+        page = {"host": "evil.example", "origin": "http://evil.example"}
+        assert server.post({"prompt": "Once"}, **page).status == 403
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(60) == 0
 

@@ -23,6 +23,8 @@ class ServerSettings:
         max_waiting: most generations that may wait for their turn; more are refused with 429.
         max_body: most bytes of a request's body; more are refused with 413.
         cors: origins whose pages may call, "*" for all; pages of the server itself always may.
+        trust_host: pages are the server's own when their origin is the host that they ask for;
+            False takes names of this machine only, since any name can be made to lead here.
         sampling: arguments of requests that do not say.
         keep_alive: silence in a stream after which a comment is sent.
         body_timeout: in which a request's body has to be there.
@@ -35,6 +37,7 @@ class ServerSettings:
     max_waiting: int = 64
     max_body: int = 8 << 20
     cors: tuple[str, ...] = ()
+    trust_host: bool = True
     sampling: SamplingArguments = field(default_factory=SamplingArguments)
     keep_alive: float = 15.0
     body_timeout: float = 30.0
