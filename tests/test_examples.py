@@ -24,11 +24,11 @@ async def test_embedded_in_fastapi(demo: Path) -> None:
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-            own = await client.get("/describe/owls")
-            assert own.status_code == 200 and len(own.json()["text"]) > 20
             body = {"messages": QUESTION}
             answer = await client.post("/llm/v1/chat/completions", json=body)
             assert answer.json()["choices"][0]["message"]["content"] == ANSWER
+            own = await client.get("/describe/owls")
+            assert own.status_code == 200 and len(own.json()["text"]) > 20
         engine: Engine = app.state.engine
         assert engine.statistics().requests_finished == 2
     assert not engine.alive
