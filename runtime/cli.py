@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import cli_options as options
-from . import trace_cli
+from . import serve_cli, trace_cli
 from .errors import BudgetTooSmall
 from .terminal import note, print_json, show_error
 
@@ -297,6 +297,7 @@ def demo(
     typer.echo("      moestream run path/to/model --memory 8GB -p 'Once upon a time'")
 
 
+app.command(cls=options.Command)(serve_cli.serve)
 app.add_typer(trace_cli.app, name="trace")
 
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Iterable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self, TypedDict, Unpack
+from typing import Any, Literal, Self, TypedDict, Unpack
 
 from ..io.errors import MoestreamError
 from .api import Chunk, Generation, Statistics
@@ -36,6 +36,8 @@ class SamplingArguments(TypedDict, total=False):
     top_k: int
     seed: int | None
     repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
     logit_bias: dict[int, float] | None
     stop: str | Iterable[str] | None
     ignore_eos: bool
@@ -134,7 +136,8 @@ class Engine:
         Args:
             prompt: a text, token ids, or chat messages (dicts with ``role`` and ``content``).
             **sampling: ``max_tokens``, ``temperature``, ``top_p``, ``min_p``, ``top_k``, ``seed``,
-                ``repetition_penalty``, ``logit_bias``, ``stop``, ``ignore_eos``, ``logprobs``.
+                ``repetition_penalty``, ``presence_penalty``, ``frequency_penalty``, ``logit_bias``,
+                ``stop``, ``ignore_eos``, ``logprobs``.
 
         Raises:
             InvalidRequest: an argument makes no sense; says which.
@@ -196,6 +199,20 @@ class Engine:
     def plan(self) -> Plan:
         """How the memory was divided."""
         return self._core.plan
+
+    @property
+    def tokenizer(self) -> Any:
+        """mlx-lm's tokenizer, to read from on any thread; None when the checkpoint has none.
+
+        Also None once the engine is closed.
+        """
+        return self._core.loaded.tokenizer
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are taken: neither closed nor dead."""
+        ended = self._closed or self._thread.finished.done()
+        return not ended and self._core.loop.failure is None
 
     def statistics(self) -> Statistics:
         """Totals since the engine was opened. Cheap; from any thread."""

@@ -39,6 +39,8 @@ class Sampling:
             otherwise at least 1e-6).
         seed: of the request's random numbers; None takes a fresh one.
         repetition_penalty: divides the logits of recent tokens; None or 1 for none.
+        presence_penalty, frequency_penalty: taken off the logits of the last 20 tokens, once or as
+            often as they occur; from -2 to 2, None or 0 for none.
         logit_bias: token id -> added to its logit.
         stop: texts that end the generation and are cut off; may be given as a single text, any
             iterable of texts, or None.
@@ -53,6 +55,8 @@ class Sampling:
     top_k: int = 0
     seed: int | None = None
     repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     logit_bias: Mapping[int, float] | None = None
     stop: Sequence[str] = ()
     ignore_eos: bool = False
@@ -69,6 +73,9 @@ class Sampling:
         if self.repetition_penalty is not None:
             penalty = real("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
             self._set("repetition_penalty", penalty)
+        for name in ("presence_penalty", "frequency_penalty"):
+            if getattr(self, name) is not None:
+                self._set(name, real(name, getattr(self, name), -2.0, 2.0))
         if self.logit_bias is not None:
             self._set("logit_bias", _biases(self.logit_bias))
         self._set("stop", _stops(self.stop))
@@ -106,6 +113,8 @@ class Sampling:
         processors: list[Callable[[mx.array, mx.array], mx.array]] = make_logits_processors(
             logit_bias=dict(self.logit_bias) if self.logit_bias else None,
             repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
         )
         return processors
 

@@ -123,6 +123,25 @@ async def test_logprobs(engine: Engine) -> None:
     assert plain.tokens == result.tokens
 
 
+@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
+async def test_penalties_change_what_is_repeated(engine: Engine, penalty: str) -> None:
+    plain = await engine.generate(PROMPT, max_tokens=12, logit_bias={77: 50.0}, ignore_eos=True)
+    assert plain.tokens == (77,) * 12
+    arguments: Any = {"max_tokens": 12, "logit_bias": {77: 1.0}, penalty: 2.0}
+    punished = await engine.generate(PROMPT, ignore_eos=True, **arguments)
+    rewarded = await engine.generate(PROMPT, ignore_eos=True, **{**arguments, penalty: -2.0})
+    assert len(set(punished.tokens)) > len(set(rewarded.tokens))
+
+
+async def test_tokenizer_and_alive(demo: Path) -> None:
+    engine = await Engine.open(demo, slots=8)
+    assert engine.alive
+    assert engine.tokenizer.decode(engine.tokenizer.encode(PROMPT)) == PROMPT
+    await engine.aclose()
+    assert not engine.alive
+    assert engine.tokenizer is None
+
+
 async def test_logit_bias_and_repetition_penalty(engine: Engine) -> None:
     free = await engine.generate(PROMPT, max_tokens=8, ignore_eos=True)
     forced = await engine.generate(PROMPT, max_tokens=3, logit_bias={77: 1e6}, ignore_eos=True)
@@ -329,6 +348,8 @@ async def test_death_of_the_compute_thread_reaches_everyone(demo: Path) -> None:
             await task
     with pytest.raises(EngineDead):
         await engine.generate(PROMPT)
+    await asyncio.wrap_future(engine._thread.finished)
+    assert not engine.alive
     await engine.aclose()
 
 
@@ -339,6 +360,7 @@ async def test_death_of_the_loop_reaches_everyone(demo: Path) -> None:
     for task in tasks:
         with pytest.raises(EngineDead, match="struck"):
             await task
+    assert not engine.alive
     with pytest.raises(EngineDead):
         await engine.generate(PROMPT)
     await engine.aclose()
@@ -465,6 +487,8 @@ BAD_SAMPLING = [
     {"seed": 2**64},
     {"repetition_penalty": 0},
     {"repetition_penalty": -1.0},
+    {"presence_penalty": 2.5},
+    {"frequency_penalty": "much"},
     {"logit_bias": {-1: 1.0}},
     {"logit_bias": {8192: 1.0}},
     {"logit_bias": {"a": 1.0}},
