@@ -36,6 +36,7 @@ from .generation import LoadedModel
 from .hub import resolve_model
 from .machine import automatic_budget, process_bytes, return_memory
 from .plan import CACHE_BYTES, Plan, fitting_chunk, make_plan, parse_size
+from .packed import load_residents
 from .prefetch import OFF, PrefetchConfig
 from .readahead import ReadAhead
 from .store import ExpertStore
@@ -68,6 +69,7 @@ class Settings:
     trace: Path | None = None
     prefetch: PrefetchConfig = OFF
     calibration: Path | None = None
+    checksum: bool = False
 
 
 @dataclass(slots=True)
@@ -138,7 +140,8 @@ def prepare(settings: Settings) -> Prepared:
         MoestreamError: the checkpoint is damaged or cannot be streamed, or the budget is too small.
     """
     widen = {None: None, "float32": True, "checkpoint": False}[settings.dtype]
-    blueprint = draw_blueprint(resolve_model(settings.model), widen=widen)
+    directory = resolve_model(settings.model)
+    blueprint = draw_blueprint(directory, widen=widen, checksum=settings.checksum)
     # Before the plan, which counts what the process holds: it brings large libraries along.
     tokenizer = load_tokenizer_of(blueprint.checkpoint.directory, blueprint.lazy.config)
     plan = plan_model(blueprint, settings)
@@ -218,8 +221,20 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
         for group, (use, _) in enumerate(streamed):
             install_parameters(use.site.module, store.groups[group].pool.arrays)
             use.site.put(StreamingSwitch(use.site.module, group, use.site.layer, stream))
-        # Of the others the model tree holds the parameters: they are loaded with the trunk.
+        # Of the others the model tree holds the parameters: they are loaded with the trunk, those
+        # of a packed store before it.
         model, config = blueprint.lazy.model, blueprint.lazy.config
+        if blueprint.manifest is not None:
+            load_residents(
+                [
+                    (use.site, make_record(blueprint, use.site))
+                    for use, slots in zip(blueprint.uses, plan.slots, strict=True)
+                    if slots >= use.site.experts
+                ],
+                direct=settings.direct,
+                lanes=settings.lanes,
+                check=check,
+            )
         parameters = trunk_parameters(model, [use.site for use, _ in streamed])
         trunk_bytes = load_parameters(parameters, check=check, progress=progress)
         if predictor is not None and ahead is not None:
