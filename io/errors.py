@@ -45,9 +45,7 @@ class StoreMismatch(CheckpointError):
         problem: what does not fit, in one clause.
     """
 
-    def __init__(
-        self, directory: Path, problem: str, remedy: str = "pack the model again"
-    ) -> None:
+    def __init__(self, directory: Path, problem: str, remedy: str = "pack the model again") -> None:
         super().__init__(f"{directory} is not a sound packed store: {problem}; {remedy}")
         self.directory = directory
         self.problem = problem

@@ -35,9 +35,7 @@ class LazyModel:
     sources: dict[str, str]
 
 
-def load_lazily(
-    directory: Path, elsewhere: Mapping[str, mx.array] | None = None
-) -> LazyModel:
+def load_lazily(directory: Path, elsewhere: Mapping[str, mx.array] | None = None) -> LazyModel:
     """Load a checkpoint directory with mlx-lm, evaluating nothing.
 
     Args:

@@ -35,8 +35,8 @@ from .errors import TraceUnwritable
 from .generation import LoadedModel
 from .hub import resolve_model
 from .machine import automatic_budget, process_bytes, return_memory
-from .plan import CACHE_BYTES, Plan, fitting_chunk, make_plan, parse_size
 from .packed import load_residents
+from .plan import CACHE_BYTES, Plan, fitting_chunk, make_plan, parse_size
 from .prefetch import OFF, PrefetchConfig
 from .readahead import ReadAhead
 from .store import ExpertStore

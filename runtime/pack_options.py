@@ -94,7 +94,7 @@ def _site_schemes(
     rules: Sequence[tuple[frozenset[int], Bits]],
 ) -> dict[str, Scheme | None]:
     linears = projections(site.module)
-    chosen = dict.fromkeys(linears, base.get(None))
+    chosen: dict[str, int | None] = dict.fromkeys(linears, base.get(None))
     for bits in (base, *(bits for layers, bits in rules if site.layer in layers)):
         chosen = _override(chosen, bits, site)
     return {
@@ -104,14 +104,16 @@ def _site_schemes(
 
 
 def _override(chosen: dict[str, int | None], bits: Bits, site: ExpertSite) -> dict[str, int | None]:
-    result = dict.fromkeys(chosen, bits[None]) if None in bits else dict(chosen)
+    result = {name: bits.get(None, before) for name, before in chosen.items()}
     for given, value in bits.items():
         if given is None:
             continue
         name = next((name for name in chosen if given in (name, name.removesuffix("_proj"))), None)
         if name is None:
             short = ", ".join(name.removesuffix("_proj") for name in chosen)
-            raise InvalidRequest(f"layer {site.layer} has no projection {show(given)}: give {short}")
+            raise InvalidRequest(
+                f"layer {site.layer} has no projection {show(given)}: give {short}"
+            )
         result[name] = value
     return result
 
@@ -194,8 +196,7 @@ def losses(sites: Sequence[ExpertSite], schemes: Mapping[str, Mapping[str, Schem
             str(before)
             for site in sites
             for name, linear in projections(site.module).items()
-            if schemes[site.path][name] is not None
-            and (before := scheme_of(linear)) is not None
+            if schemes[site.path][name] is not None and (before := scheme_of(linear)) is not None
         }
     )
     if not again:

@@ -10,9 +10,7 @@ from .errors import InvalidRequest
 from .trace_records import Route, Trace
 
 
-def places_by_layer(
-    trace: Trace, experts: dict[int, int], by: str
-) -> dict[int, tuple[int, ...]]:
+def places_by_layer(trace: Trace, experts: dict[int, int], by: str) -> dict[int, tuple[int, ...]]:
     """Layer -> the place of each expert among its records, for the layers that the trace has.
 
     Args:

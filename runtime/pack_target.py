@@ -56,24 +56,19 @@ class Target:
         self._journal: Journal | None = None
 
     def _prepare(self, force: bool) -> None:
-        journal = self.directory / JOURNAL
-        if force and self.directory.exists() and not self._continues():
-            self._lock().__exit__(None, None, None)  # refuses while another process writes it
-            shutil.rmtree(self.directory)
-        elif self.directory.exists() and not journal.exists() and any(self.directory.iterdir()):
-            if not self._is_complete() and not self._only_empty_folders():
-                raise TargetExists(
-                    f"{self.directory} exists and is no unfinished store; move it away"
-                )
-        elif journal.exists() and not self._continues():
-            raise TargetExists(
-                f"{self.directory} was begun with other options or from another source; give "
-                "--force to begin anew, or pack elsewhere"
-            )
-        (self.directory / "experts").mkdir(parents=True, exist_ok=True)
-
-    def _only_empty_folders(self) -> bool:
-        return not any(path.is_file() for path in self.directory.rglob("*"))
+        directory = self.directory
+        if any(path.is_file() for path in directory.rglob("*")):
+            if not ((directory / JOURNAL).exists() or (directory / MANIFEST).exists()):
+                raise TargetExists(f"{directory} exists and is no unfinished store; move it away")
+            if not self._continues():
+                if not force:
+                    raise TargetExists(
+                        f"{directory} was begun with other options or from another source; give "
+                        "--force to begin anew, or pack elsewhere"
+                    )
+                with self._lock():  # refuses while another process writes it
+                    shutil.rmtree(directory)
+        (directory / "experts").mkdir(parents=True, exist_ok=True)
 
     def _continues(self) -> bool:
         """Whether what is there was begun with the same source and options, or not at all."""
@@ -222,8 +217,8 @@ def drive_errors(target: Path, needed: Callable[[], int]) -> Iterator[None]:
             raise NotEnoughSpace(target, needed(), free, begun=True) from error
         name = f" {error.filename}" if error.filename else ""
         raise PackError(
-            f"cannot write {target}: {error.strerror or error}{name}; the same command again goes "
-            "on where this one stopped"
+            f"cannot pack into {target}: {error.strerror or error}{name}; the same command again "
+            "goes on where this one stopped"
         ) from error
 
 

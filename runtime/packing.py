@@ -26,9 +26,9 @@ from ..io.manifest import (
 from ..io.records import Checksums
 from ..models.experts import projections
 from ..models.quantizing import converted, parameters
-from .arguments import path_argument
+from .arguments import first_line, path_argument
 from .assembly import Blueprint, draw_blueprint, make_record
-from .errors import InvalidRequest, NotEnoughSpace
+from .errors import InvalidRequest, NotEnoughSpace, PackError
 from .hub import resolve_model
 from .pack_options import PackOptions, losses
 from .pack_plan import LayerPlan, copied_files, made_from, plan_layers, store_config
@@ -187,8 +187,13 @@ class _Packer:
         self._check_space()
         for plan in self._plans:
             if plan.site.path not in layers:
-                self._load(plan)
-                layer = pack_layer(self._disk, target.directory, plan, advance)
+                try:
+                    self._load(plan)
+                    layer = pack_layer(self._disk, target.directory, plan, advance)
+                except RuntimeError as error:  # MLX's, about the source's bytes or the memory
+                    raise PackError(
+                        f"cannot pack layer {plan.site.layer}: {first_line(error)}"
+                    ) from error
                 layers[layer.path] = layer
                 target.add_layer(layer)
         ordered = tuple(layers[plan.site.path] for plan in self._plans)
@@ -279,7 +284,7 @@ def pack_layer(
         del arrays, array
         mx.clear_cache()
     with FileWriter(disk, directory / plan.file) as file:
-        flat = memoryview(image.reshape(-1))
+        flat = image.reshape(-1).data
         for at in range(0, len(flat), WRITE_BYTES):
             file.add(flat[at : at + WRITE_BYTES])
             advance(len(flat[at : at + WRITE_BYTES]))
@@ -298,9 +303,7 @@ def pack_layer(
     )
 
 
-def _put(
-    image: np.ndarray, rows: np.ndarray, component: StoredComponent, array: mx.array
-) -> None:
+def _put(image: np.ndarray, rows: np.ndarray, component: StoredComponent, array: mx.array) -> None:
     """Copy a component of some experts to where it belongs in their records."""
     data = np.frombuffer(array_bytes(array), np.uint8).reshape(len(rows), component.nbytes)
     image[rows, component.offset : component.offset + component.nbytes] = data

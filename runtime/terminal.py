@@ -23,6 +23,7 @@ from rich.progress import (
     TaskProgressColumn,
     TextColumn,
     TimeRemainingColumn,
+    TransferSpeedColumn,
 )
 from rich.text import Text
 
@@ -62,13 +63,13 @@ def progress_bar(title: str, *, sizes: bool = False) -> Iterator[Report | None]:
 
     Args:
         title: what is going on.
-        sizes: whether bytes are counted.
+        sizes: whether bytes are counted; their rate is shown then.
     """
     if not sys.stderr.isatty():
         yield None
         return
-    amount = DownloadColumn() if sizes else TaskProgressColumn()
-    columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn())
+    amounts = (DownloadColumn(), TransferSpeedColumn()) if sizes else (TaskProgressColumn(),)
+    columns = (TextColumn("{task.description}"), BarColumn(), *amounts, TimeRemainingColumn())
     with Progress(*columns, console=error_console(), transient=True) as bar:
         task = bar.add_task(title, total=None)
 
