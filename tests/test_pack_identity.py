@@ -237,8 +237,7 @@ def assert_same_bytes(source: Path, store: Path) -> None:
     with leased_streams():
         blueprints = [draw_blueprint(path, widen=False) for path in (source, store)]
         records = [
-            [make_record(blueprint, use.site) for use in blueprint.uses]
-            for blueprint in blueprints
+            [make_record(blueprint, use.site) for use in blueprint.uses] for blueprint in blueprints
         ]
     readers = [RecordReader(each) for each in records]
     for group, pair in enumerate(zip(*records, strict=True)):
