@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..io.checkpoint import Checkpoint, open_checkpoint
+from ..io.errors import StoreMismatch
 from ..io.manifest import Manifest, read_manifest
 from ..io.records import WIDENED, Component, Record
 from ..models.errors import ExpertsNotStacked, NotMoEModel, UnsupportedModel
@@ -85,7 +86,7 @@ def draw_blueprint(
             f"checksum=True needs a packed store, and {checkpoint.directory} is none; make one "
             "with `moestream pack`"
         )
-    lazy = load_lazily(checkpoint.directory, stand_ins(manifest))
+    lazy = _load(checkpoint.directory, manifest)
     sites = find_sites(lazy.model)
     if not sites:
         raise NotMoEModel(checkpoint.directory, str(lazy.config.get("model_type")))
@@ -112,6 +113,17 @@ def draw_blueprint(
         manifest,
         checksum,
     )
+
+
+def _load(directory: Path, manifest: Manifest | None) -> LazyModel:
+    try:
+        return load_lazily(directory, stand_ins(manifest))
+    except UnsupportedModel as error:
+        if manifest is None or error.problem.startswith("Model type"):
+            raise
+        raise StoreMismatch(
+            directory, f"mlx-lm makes no model of its config and manifest ({error.problem})"
+        ) from error
 
 
 def make_record(blueprint: Blueprint, site: ExpertSite) -> Record:

@@ -13,7 +13,7 @@ from ..io.errors import StoreMismatch
 from ..io.manifest import Manifest, StoredLayer
 from ..io.reader import RecordReader
 from ..io.records import WIDENED, Component, Record
-from ..models.experts import ExpertSite, expert_parameters, install_parameters, projections
+from ..models.experts import ExpertSite, install_parameters, projections
 from ..models.quantizing import Scheme, scheme_of
 from .slots import DTYPES, SlotPool
 
@@ -34,6 +34,8 @@ def stand_ins(manifest: Manifest | None) -> dict[str, mx.array]:
 def check_manifest(directory: Path, manifest: Manifest, sites: Sequence[ExpertSite]) -> None:
     """Compare the manifest with the model that mlx-lm has built from the config and the trunk.
 
+    Names and shapes fit, or mlx-lm would not have taken the stand-ins.
+
     Raises:
         StoreMismatch: they are of different models.
     """
@@ -41,13 +43,7 @@ def check_manifest(directory: Path, manifest: Manifest, sites: Sequence[ExpertSi
     for layer in manifest.layers:
         site = found.get(layer.path)
         if site is None:
-            raise StoreMismatch(directory, f"the model of its config has no {layer.path}")
-        given = {c.name: (layer.experts, *c.shape) for c in layer.layout.components}
-        wanted = {name: array.shape for name, array in expert_parameters(site.module).items()}
-        if given != wanted:
-            raise StoreMismatch(
-                directory, f"the tensors of {layer.path} are not those of the model of its config"
-            )
+            raise StoreMismatch(directory, f"{layer.path} is no expert module of its model")
         for name, linear in projections(site.module).items():
             packed, expected = layer.quantization.get(name), _entry(scheme_of(linear))
             if packed != expected:

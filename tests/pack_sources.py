@@ -90,7 +90,8 @@ def interleaved(gate: mx.array, up: mx.array) -> mx.array:
 
 
 def add_blocks(result: Tensors, key: str, weight: mx.array) -> None:
-    words, scales = mx.quantize(weight, 32, 4, mode="mxfp4")
+    pair: Any = mx.quantize(weight, 32, 4, mode="mxfp4")
+    words, scales = pair
     blocks = mx.view(words, mx.uint8)
     result[f"{key}_blocks"] = blocks.reshape(*scales.shape, 16)
     result[f"{key}_scales"] = scales
