@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import sys
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,7 +30,10 @@ class Disk:
 
     def sync(self, descriptor: int) -> None:
         """Wait until what was written is on the drive."""
-        os.fsync(descriptor)
+        if sys.platform == "darwin":  # whose fsync leaves it in the drive's own memory
+            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+        else:
+            os.fsync(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
         """Give a file or directory another name, in one step."""

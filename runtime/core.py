@@ -187,7 +187,9 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
         streamed, records = prepared.streamed, prepared.records
         stack.enter_context(_limits.hold(plan.budget))
         tracer = Tracer(_writable(settings.trace))
-        reader = RecordReader(records, direct=settings.direct)
+        # Direct reads would pass by what guesses have brought into the page cache.
+        direct = settings.direct and settings.prefetch.destination != "pagecache"
+        reader = RecordReader(records, direct=direct)
         stack.callback(reader.close)
         top_k = [use.top_k for use, _ in streamed]
         prefetch = settings.prefetch

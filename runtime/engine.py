@@ -80,7 +80,8 @@ class Engine:
         """Open a model.
 
         Args:
-            model: directory of an mlx-lm checkpoint, or a Hub id that is downloaded first.
+            model: directory of an mlx-lm checkpoint or packed store, or a Hub id that is downloaded
+                first.
             memory: total for this process: bytes, a text like "8GB", "all" (every expert resident),
                 or None for a share of what the machine has free.
             slots: slots per MoE layer, instead of what ``memory`` gives.

@@ -165,7 +165,9 @@ class _Packer:
                 progress(self._done, self._total())
 
         with drive_errors(self._path, self._needed):
-            if not self._target.complete:
+            if self._target.complete:
+                self._resumed = self._count
+            else:
                 with self._target.opened():
                     self._write(advance)
             self._target.publish()

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from moestream import (
     CorruptCheckpoint,
     Engine,
     InvalidRequest,
+    PrefetchConfig,
     ReadFailed,
     StoreMismatch,
     UnsupportedModel,
@@ -34,9 +36,12 @@ from moestream.io.manifest import (
     encode_checksums,
     parse_manifest,
 )
+from moestream.io.reader import RecordReader
 from moestream.io.records import PAGE
 from moestream.io.verify import verify_store
+from moestream.runtime import core
 from moestream.runtime.assembly import draw_blueprint
+from moestream.runtime.hub import resolve_model
 from moestream.runtime.pack_options import PackOptions
 from moestream.runtime.packed import check_manifest
 from moestream.runtime.packing import pack_model
@@ -426,3 +431,42 @@ def test_a_torn_line_of_the_journal_is_dropped(tmp_path: Path, torn: bytes) -> N
         journal.add({"c": 3})
     with Journal(Disk(), path) as journal:
         assert journal.entries == [{"a": 1}, {"c": 3}]
+
+
+# -- around the store ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("destination", "direct"), [("slots", True), ("pagecache", False)])
+async def test_guesses_in_the_page_cache_are_not_passed_by(
+    store: Path, destination: Any, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def reader(records: Any, *, direct: bool) -> Any:
+        asked.append(direct)
+        return RecordReader(records, direct=direct)
+
+    monkeypatch.setattr(core, "RecordReader", reader)
+    async with await Engine.open(
+        store, slots=4, prefetch=PrefetchConfig(destination=destination)
+    ) as engine:
+        await engine.generate(make_prompt(3), max_tokens=2, ignore_eos=True)
+    assert asked == [direct]
+
+
+def test_a_store_on_the_hub_is_downloaded_whole(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    asked: dict[str, Any] = {}
+
+    def download(name: str, **options: Any) -> str:
+        asked.update(options)
+        return str(packed)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve_model("somebody/store") == packed
+    names = [path.relative_to(packed).as_posix() for path in packed.rglob("*") if path.is_file()]
+    patterns = asked["allow_patterns"]
+    assert [n for n in names if not any(fnmatch(n, pattern) for pattern in patterns)] == []
