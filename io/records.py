@@ -115,7 +115,8 @@ class Part:
     Attributes:
         straight: what is read straight into rows, in file order.
         staged: what follows, and passes the scratch buffer.
-        padding: bytes behind ``end`` up to the next page, read along with direct I/O.
+        scratch_bytes: of ``staged``, and of the padding up to the next page that is read along
+            where the run is direct.
     """
 
     run: Run
@@ -123,17 +124,12 @@ class Part:
     end: int
     straight: tuple[Piece, ...]
     staged: tuple[Piece, ...]
-    padding: int
+    scratch_bytes: int
 
     @property
     def nbytes(self) -> int:
         """Length of the read."""
         return self.end - self.begin
-
-    @property
-    def scratch_bytes(self) -> int:
-        """What the scratch buffer has to hold."""
-        return sum(piece.nbytes for piece in self.staged) + self.padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,5 +302,7 @@ def _part(run: Run, components: Sequence[Component], begin: int, end: int) -> Pa
         if first < last:
             pieces[position >= run.straight].append(Piece(index, first, last))
         at += nbytes
-    padding = whole_pages(run.nbytes) - run.nbytes if run.direct and end == run.nbytes else 0
-    return Part(run, begin, end, tuple(pieces[0]), tuple(pieces[1]), padding)
+    scratch_bytes = sum(piece.nbytes for piece in pieces[1])
+    if run.direct and end == run.nbytes:
+        scratch_bytes += whole_pages(end) - end
+    return Part(run, begin, end, tuple(pieces[0]), tuple(pieces[1]), scratch_bytes)

@@ -114,15 +114,23 @@ class Target:
 
     # -- what is finished -----------------------------------------------------------------------
 
-    def finished_layers(self) -> dict[str, StoredLayer]:
-        """Path of the switch module -> its layer, where the file is still what was written."""
-        layers = self._entries("layer", parse_layer)
-        return {x.path: x for x in layers if not verify_layer(self.directory, x)}
+    def finished_layers(self, advance: Callable[[int], None]) -> dict[str, StoredLayer]:
+        """Path of the switch module -> its layer, where the file is still what was written.
+
+        Args:
+            advance: called with the bytes of each.
+        """
+        found = {}
+        for path, layer in {x.path: x for x in self._entries("layer", parse_layer)}.items():
+            if not verify_layer(self.directory, layer):
+                found[path] = layer
+                advance(layer.file_bytes)
+        return found
 
     def finished_files(self) -> dict[str, StoredFile]:
         """Name -> trunk file, where it is still what was written."""
-        files = self._entries("trunk", parse_file)
-        return {x.name: x for x in files if not verify_file(self.directory, x)}
+        files = {x.name: x for x in self._entries("trunk", parse_file)}
+        return {name: x for name, x in files.items() if not verify_file(self.directory, x)}
 
     def _entries(self, key: str, parse: Callable[[Any], T]) -> list[T]:
         assert self._journal is not None

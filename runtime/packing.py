@@ -11,34 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
 
-from ..io.disk import Disk, FileWriter
-from ..io.layout import StoredComponent
-from ..io.manifest import (
-    MANIFEST,
-    Manifest,
-    StoredFile,
-    StoredLayer,
-    block_checksums,
-    fingerprint,
-)
-from ..io.records import Checksums
-from ..models.experts import projections
-from ..models.quantizing import converted, parameters
+from ..io.disk import Disk
+from ..io.manifest import MANIFEST, Manifest, StoredFile, StoredLayer, fingerprint
 from .arguments import first_line, path_argument
 from .assembly import Blueprint, draw_blueprint, make_record
 from .errors import InvalidRequest, NotEnoughSpace, PackError
 from .hub import resolve_model
+from .pack_layer import pack_layer
 from .pack_options import PackOptions, losses
 from .pack_plan import LayerPlan, copied_files, made_from, plan_layers, store_config
 from .pack_target import CONFIG, Target, check_target, checked_file, drive_errors
 from .packed import load_residents
 from .streams import leased_streams
 from .trunk import (
-    WRITE_BYTES,
     Shard,
-    array_bytes,
     divide_trunk,
     index_bytes,
     trunk_arrays,
@@ -180,10 +167,9 @@ class _Packer:
 
     def _write(self, advance: Callable[[int], None]) -> None:
         target = self._target
-        layers, trunk = target.finished_layers(), target.finished_files()
+        layers, trunk = target.finished_layers(advance), target.finished_files()
         self._resumed = len(layers)
         target.keep_only({layer.file for layer in layers.values()} | set(trunk))
-        advance(sum(layer.file_bytes for layer in layers.values()))
         for name in trunk:
             advance(sum(array.nbytes for array in self._shards[name].values()))
         self._check_space()
@@ -257,55 +243,3 @@ class _Packer:
             seconds=seconds,
             warnings=self.warnings,
         )
-
-
-def pack_layer(
-    disk: Disk, directory: Path, plan: LayerPlan, advance: Callable[[int], None]
-) -> StoredLayer:
-    """Write the records of one layer; its parameters are given up on the way.
-
-    In memory are the whole file and one projection of the source at a time.
-
-    Args:
-        disk: does the writing.
-        directory: of the store.
-        plan: of the layer.
-        advance: called with each number of bytes written.
-    """
-    layout, experts = plan.layout, plan.site.experts
-    image = np.zeros((experts, layout.stride), np.uint8)
-    place = np.array(plan.place or range(experts))
-    components = {component.name: component for component in layout.components}
-    for projection, linear in projections(plan.site.module).items():
-        for begin, arrays in converted(linear, plan.schemes[projection]):
-            for name, array in arrays.items():
-                rows = place[begin : begin + array.shape[0]]
-                _put(image, rows, components[f"{projection}.{name}"], array)
-        for name, array in parameters(linear).items():
-            setattr(linear, name, mx.zeros(array.shape, array.dtype))  # never computed
-        del arrays, array
-        mx.clear_cache()
-    with FileWriter(disk, directory / plan.file) as file:
-        flat = image.reshape(-1).data
-        for at in range(0, len(flat), WRITE_BYTES):
-            file.add(flat[at : at + WRITE_BYTES])
-            advance(len(flat[at : at + WRITE_BYTES]))
-    values = tuple(
-        block_checksums(memoryview(image[row])[: layout.nbytes], layout.block) for row in place
-    )
-    return StoredLayer(
-        path=plan.site.path,
-        layer=plan.site.layer,
-        experts=experts,
-        file=plan.file,
-        layout=layout,
-        quantization=plan.quantization,
-        place=plan.place,
-        checksums=Checksums(layout.block, values),
-    )
-
-
-def _put(image: np.ndarray, rows: np.ndarray, component: StoredComponent, array: mx.array) -> None:
-    """Copy a component of some experts to where it belongs in their records."""
-    data = np.frombuffer(array_bytes(array), np.uint8).reshape(len(rows), component.nbytes)
-    image[rows, component.offset : component.offset + component.nbytes] = data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from moestream import Engine, ExpertsNotStacked
+from moestream import Engine, ExpertsNotStacked, PrefetchConfig
 from moestream.io.manifest import Manifest, read_manifest
 from moestream.io.reader import RecordReader
 from moestream.io.records import PAGE
+from moestream.models import quantizing
 from moestream.models.quantizing import Scheme, convert
 from moestream.runtime.assembly import draw_blueprint, make_record
 from moestream.runtime.pack_options import PackOptions
@@ -229,6 +231,40 @@ def test_a_global_scale_is_dequantized_with_its_expert() -> None:
         assert "global_scale" not in piece
 
 
+def test_quantizing_in_pieces_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = zoo.make_checkpoint("gpt_oss", tmp_path / "source")
+    options = PackOptions(bits="gate=3,down=5", group_size=32)
+    pack_model(source, tmp_path / "whole", options)
+    for number, nbytes in enumerate((1, 3 * 4 * 64 * 128)):  # one expert, three experts
+        monkeypatch.setattr(quantizing, "PIECE_BYTES", nbytes)
+        pack_model(source, tmp_path / f"{number}", options)
+        for file in (tmp_path / "whole" / "experts").iterdir():
+            assert (
+                tmp_path / f"{number}" / "experts" / file.name
+            ).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize("destination", ["slots", "staging", "pagecache"])
+async def test_reading_ahead(destination: Any, demo: Path, tmp_path: Path) -> None:
+    pack_model(demo, tmp_path / "store", PackOptions(layers=("3-5:3",)))
+    prompt = make_prompt(20, 8192)
+    prefetch = PrefetchConfig(destination=destination, admission="always")
+    async with await Engine.open(tmp_path / "store", memory="all") as engine:
+        plain = await engine.generate(prompt, max_tokens=STEPS, ignore_eos=True, logprobs=3)
+    async with await Engine.open(
+        tmp_path / "store", slots=16, prefetch=prefetch, checksum=True
+    ) as engine:
+        ahead = await engine.generate(prompt, max_tokens=STEPS, ignore_eos=True, logprobs=3)
+        statistics = engine.statistics()
+        assert statistics.prefetch.begun > 0
+        assert statistics.read_errors == 0
+        engine.check_integrity()
+    assert ahead.tokens == plain.tokens
+    assert ahead.logprobs == plain.logprobs
+
+
 # -- the bytes ----------------------------------------------------------------------------------
 
 
@@ -303,14 +339,22 @@ def test_one_layer_is_in_memory_at_a_time(tmp_path: Path) -> None:
     mx.reset_peak_memory()
     start = mx.get_active_memory()
     held: list[int] = []
-    pack_model(
-        source,
-        tmp_path / "store",
-        progress=lambda done, total: held.append(mx.get_active_memory() - start),
-    )
+    tracemalloc.start()
+    try:
+        before_python = tracemalloc.get_traced_memory()[0]
+        pack_model(
+            source,
+            tmp_path / "store",
+            progress=lambda done, total: held.append(mx.get_active_memory() - start),
+        )
+        python = tracemalloc.get_traced_memory()[1] - before_python
+    finally:
+        tracemalloc.stop()
     # A projection of the source is stacked from its experts: both exist for a moment.
     assert mx.get_peak_memory() - start < 2 * layer_bytes
     assert max(held) < layer_bytes
+    # The layer's file, before it is written, and what a model's skeleton takes.
+    assert layer_bytes < python < 3 * layer_bytes
 
 
 # -- order on disk and other sources ------------------------------------------------------------

@@ -22,7 +22,7 @@ from moestream.io.disk import Disk
 from moestream.io.journal import Journal
 from moestream.io.manifest import parse_manifest
 from moestream.io.verify import verify_store
-from moestream.runtime import pack_target, packing, trunk
+from moestream.runtime import pack_layer, pack_target, packing, trunk
 from moestream.runtime.errors import NotEnoughSpace, PackError, TargetExists
 from moestream.runtime.pack_options import PackOptions
 from moestream.runtime.packing import Packed, pack_model
@@ -121,7 +121,7 @@ OPTIONS = PackOptions(bits="gate=4,up=4", group_size=32)
 def shrink(patch: pytest.MonkeyPatch) -> None:
     """Several trunk files, and several writes for each file."""
     patch.setattr(trunk, "SHARD_BYTES", 150_000)
-    for module in (trunk, packing):
+    for module in (trunk, pack_layer):
         patch.setattr(module, "WRITE_BYTES", 50_000)
 
 
@@ -191,10 +191,10 @@ def test_a_process_that_is_killed(source: Path, whole: Whole, tmp_path: Path) ->
     code = f"""
 import os, signal
 from pathlib import Path
-from moestream.runtime import packing, trunk
+from moestream.runtime import pack_layer, packing, trunk
 from moestream.runtime.pack_options import PackOptions
 from tests.test_pack_resume import FaultyDisk, OPTIONS
-trunk.SHARD_BYTES, trunk.WRITE_BYTES, packing.WRITE_BYTES = 150_000, 50_000, 50_000
+trunk.SHARD_BYTES, trunk.WRITE_BYTES, pack_layer.WRITE_BYTES = 150_000, 50_000, 50_000
 disk = FaultyDisk(lambda: os.kill(os.getpid(), signal.SIGKILL), {whole.operations * 2 // 3})
 packing.pack_model(Path({str(source)!r}), Path({str(store)!r}), OPTIONS, disk=disk)
 """

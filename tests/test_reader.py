@@ -144,7 +144,7 @@ def test_an_odd_rest_behind_whole_pages_is_staged() -> None:
     assert (run.direct, run.straight, run.nbytes) == (True, 2, 2 * PAGE + 150)
     (part,) = divide_runs([run], (*pages, *rest))[0]
     assert [piece.member for piece in part.staged] == [2, 3]
-    assert (part.padding, part.scratch_bytes) == (PAGE - 150, PAGE)
+    assert part.scratch_bytes == PAGE
 
 
 def test_a_run_without_room_for_padding_is_not_direct() -> None:
@@ -164,7 +164,8 @@ def test_parts_of_a_record_are_its_blocks(tmp_path: Path, block: int) -> None:
     assert [part.begin for part in parts] == list(range(0, run.nbytes, block))
     for part in parts:
         assert sum(piece.nbytes for piece in (*part.straight, *part.staged)) == part.nbytes
-        assert (part.nbytes + part.padding) % PAGE == 0
+        straight = sum(piece.nbytes for piece in part.straight)
+        assert straight + part.scratch_bytes == -(-part.nbytes // PAGE) * PAGE
         assert all(piece.begin % PAGE == piece.end % PAGE == 0 for piece in part.straight)
 
 
