@@ -172,23 +172,20 @@ def trunk_parameters(model: Any, streamed: Sequence[ExpertSite]) -> list[mx.arra
     return arrays
 
 
-def load_parameters(arrays: Sequence[mx.array], *, check: Check, progress: Progress | None) -> int:
-    """Evaluate parameters in batches; returns their bytes.
+def load_parameters(
+    arrays: Sequence[mx.array], *, check: Check, advance: Callable[[int], None]
+) -> None:
+    """Evaluate parameters in batches.
 
     Args:
         arrays: unevaluated parameters.
         check: called between the batches; may raise to give up.
-        progress: called between the batches.
+        advance: called with the bytes of each batch.
     """
-    total = sum(array.nbytes for array in arrays)
-    done = 0
     for batch in _batches(arrays):
         check()
         mx.eval(batch)
-        done += sum(array.nbytes for array in batch)
-        if progress is not None:
-            progress(done, total)
-    return total
+        advance(sum(array.nbytes for array in batch))
 
 
 def _batches(arrays: Sequence[mx.array]) -> Iterator[list[mx.array]]:

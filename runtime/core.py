@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..io.loop import IoLoop
 from ..io.reader import RecordReader
 from ..io.records import Record
-from ..models.experts import SiteUse, install_parameters
+from ..models.experts import SiteUse, expert_parameters, install_parameters
 from ..models.lookahead import build_predictor
 from ..models.switch import StreamingSwitch
 from .arguments import check_trace_path
@@ -223,22 +223,9 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
         for group, (use, _) in enumerate(streamed):
             install_parameters(use.site.module, store.groups[group].pool.arrays)
             use.site.put(StreamingSwitch(use.site.module, group, use.site.layer, stream))
-        # Of the others the model tree holds the parameters: they are loaded with the trunk, those
-        # of a packed store before it.
+        # Of the others the model tree holds the parameters: they are loaded with the trunk.
         model, config = blueprint.lazy.model, blueprint.lazy.config
-        if blueprint.manifest is not None:
-            load_residents(
-                [
-                    (use.site, make_record(blueprint, use.site))
-                    for use, slots in zip(blueprint.uses, plan.slots, strict=True)
-                    if slots >= use.site.experts
-                ],
-                direct=settings.direct,
-                lanes=settings.lanes,
-                check=check,
-            )
-        parameters = trunk_parameters(model, [use.site for use, _ in streamed])
-        trunk_bytes = load_parameters(parameters, check=check, progress=progress)
+        trunk_bytes = _load_trunk(prepared, settings, check=check, progress=progress)
         if predictor is not None and ahead is not None:
             predictor.verify()
             ahead.start()
@@ -257,12 +244,44 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
         )
         core = Core(plan, loaded, store, loop, tracer, ahead, trunk_bytes)
         core.sample_memory()
-        del model, blueprint, streamed, prepared, parameters
+        del model, blueprint, streamed, prepared
         try:
             yield core
             store.check_integrity()
         finally:
             stack.callback(core.release)  # after the reads have ended
+
+
+def _load_trunk(
+    prepared: Prepared, settings: Settings, *, check: Check, progress: Progress | None
+) -> int:
+    """Read everything that stays in memory; returns its bytes."""
+    blueprint, slots = prepared.blueprint, prepared.plan.slots
+    sites = [use.site for use, _ in prepared.streamed]
+    total = sum(array.nbytes for array in trunk_parameters(blueprint.lazy.model, sites))
+    done = 0
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, total)
+
+    residents = []
+    if blueprint.manifest is not None:  # MLX cannot read records
+        for use, count in zip(blueprint.uses, slots, strict=True):
+            if count >= use.site.experts:
+                residents.append((use.site, make_record(blueprint, use.site)))
+        load_residents(
+            residents, direct=settings.direct, lanes=settings.lanes, check=check, advance=advance
+        )
+    there = {
+        id(array) for site, _ in residents for array in expert_parameters(site.module).values()
+    }
+    parameters = trunk_parameters(blueprint.lazy.model, sites)
+    rest = [array for array in parameters if id(array) not in there]
+    load_parameters(rest, check=check, advance=advance)
+    return total
 
 
 class _Limits:

@@ -125,7 +125,7 @@ def _pack(source: str, target: Path, wanted: PackOptions, *, force: bool, quiet:
         from .packing import pack_model
 
     try:
-        with progress_bar("packing", sizes=True) as progress:
+        with progress_bar("packing", sizes=True, late=True) as progress:
             return pack_model(
                 source,
                 target,

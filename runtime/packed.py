@@ -88,6 +88,7 @@ def load_residents(
     direct: bool = True,
     lanes: int = 4,
     check: Callable[[], None] = lambda: None,
+    advance: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
     """Fill mlx-lm's own switch modules with all their experts. Compute thread.
 
@@ -96,6 +97,7 @@ def load_residents(
         direct: see ``RecordReader``.
         lanes: reads in flight at once.
         check: called between the layers; may raise to give up.
+        advance: called with the bytes of each layer in memory when it is there.
 
     Raises:
         ReadFailed: an expert cannot be read.
@@ -113,6 +115,7 @@ def load_residents(
             for read in reads:
                 read.result()
             install_parameters(site.module, pool.arrays)
+            advance(pool.nbytes)
     finally:
         executor.shutdown(cancel_futures=True)
         reader.close()

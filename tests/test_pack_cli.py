@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from moestream.io.manifest import parse_manifest
 from moestream.runtime import pack_cli, packing
 from moestream.runtime.pack_options import PackOptions
 from moestream.runtime.packing import pack_model
+from moestream.runtime.terminal import note, progress_bar
 
 from .test_cli import DRIVE, PROMPT, call, call_json, error_line, plain
 
@@ -144,6 +146,24 @@ def test_doctor_measures_the_largest_file_of_a_store(
     files = [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
     largest = max(file.stat().st_size for file in files)
     assert Path(report["drive"]["path"]).stat().st_size == largest
+
+
+def test_notes_come_before_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress_bar("packing", sizes=True, late=True) as report:
+        assert report is not None
+        note("a warning")
+        assert "packing" not in screen.getvalue()
+        report(2_000_000, 8_000_000)
+    text = screen.getvalue()
+    assert text.index("a warning") < text.index("packing")
+    assert "2.0/8.0 MB" in plain(text)
 
 
 def test_interrupted_packing_says_how_to_go_on(

@@ -221,6 +221,19 @@ async def test_layers_held_whole_are_checked_when_opened(store: Path) -> None:
     assert (caught.value.layer, caught.value.expert) == (layer.layer, 3)
 
 
+@pytest.mark.parametrize("options", [{"memory": "all"}, {"slots": 4}], ids=str)
+async def test_loading_a_store_is_told_step_by_step(store: Path, options: Any) -> None:
+    seen: list[tuple[int, int]] = []
+    async with await Engine.open(
+        store, progress=lambda done, total: seen.append((done, total)), **options
+    ) as engine:
+        trunk_bytes = engine.statistics().trunk_bytes
+    done = [count for count, _ in seen]
+    assert done == sorted(set(done))
+    assert seen[-1] == (trunk_bytes, trunk_bytes)
+    assert len(seen) == (1 if "slots" in options else 1 + len(manifest_of(store).layers))
+
+
 async def test_checksums_need_a_store(demo: Path) -> None:
     with pytest.raises(InvalidRequest, match="needs a packed store"):
         await Engine.open(demo, slots=4, checksum=True)
