@@ -37,6 +37,20 @@ class CorruptCheckpoint(CheckpointError):
         self.problem = problem
 
 
+class StoreMismatch(CheckpointError):
+    """The parts of a packed store do not belong together, or it is of an unknown version.
+
+    Args:
+        directory: of the store.
+        problem: what does not fit, in one clause.
+    """
+
+    def __init__(self, directory: Path, problem: str, remedy: str = "pack the model again") -> None:
+        super().__init__(f"{directory} is not a sound packed store: {problem}; {remedy}")
+        self.directory = directory
+        self.problem = problem
+
+
 class ReadFailed(MoestreamError):
     """The bytes of one expert could not be read.
 
@@ -57,6 +71,10 @@ class ReadFailed(MoestreamError):
         self.path = path
         self.offset = offset
         self.problem = problem
+
+
+class ChecksumMismatch(ReadFailed):
+    """The bytes of one expert in a packed store are not those that were packed."""
 
 
 class ReadsPurged(MoestreamError):

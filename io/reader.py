@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from .errors import ReadFailed
-from .records import Component, Part, Record, Run
+from .errors import ChecksumMismatch, ReadFailed
+from .records import Part, Record, Run
 
 Preadv = Callable[[int, Sequence[memoryview], int], int]
+
+CHANGED = "its bytes are not those that were written"
 
 
 class RecordReader:
     """Reads the record of one expert into the rows of a slot with ``preadv``.
 
-    No byte is copied on the way, except that 16-bit components of a float32 pool pass through a
-    scratch buffer of the lane, where they are widened. Any number of threads may read at once.
+    No byte is copied on the way, except that what has to be widened (16-bit components of a float32
+    pool), or is too odd in size for direct I/O, passes through a scratch buffer of the lane. Any
+    number of threads may read at once.
 
     Args:
         records: one per MoE layer; ``read`` addresses them by index.
@@ -37,7 +42,7 @@ class RecordReader:
         self._preadv = preadv
         self._lane = threading.local()
         self._scratch_bytes = max(
-            (_widened_bytes(r, run) for r in records for run in r.runs), default=0
+            (part.scratch_bytes for r in records for job in r.jobs for part in job), default=0
         )
         self._buffered: dict[Path, int] = {}
         self._direct: dict[Path, int] = {}
@@ -79,6 +84,7 @@ class RecordReader:
 
         Raises:
             ReadFailed: with layer, expert, file and offset; the rows then hold anything.
+            ChecksumMismatch: the same for bytes that are not those that were packed.
         """
         jobs = range(len(self._records[group].jobs))
         return sum(self.read_job(group, expert, job, rows) for job in jobs)
@@ -97,52 +103,51 @@ class RecordReader:
         Returns:
             Bytes asked for.
         """
-        parts = self._records[group].jobs[job]
+        record = self._records[group]
+        parts = record.jobs[job]
         for part in parts:
-            run = part.run
-            offset = run.offset + expert * run.stride + part.begin
+            offset = record.offset(part, expert)
             if hasattr(os, "posix_fadvise"):
-                descriptor = self._buffered[run.path]
+                descriptor = self._buffered[part.run.path]
                 os.posix_fadvise(descriptor, offset, part.nbytes, os.POSIX_FADV_WILLNEED)
         return sum(part.nbytes for part in parts)
 
     def _read_part(
         self, record: Record, part: Part, expert: int, rows: Sequence[memoryview]
     ) -> None:
-        run = part.run
-        scratch = self._scratch() if self._scratch_bytes else None
-        buffers: list[memoryview] = []
-        widen: list[tuple[Component, memoryview, memoryview]] = []
-        used = 0
-        for index in run.members:
-            component = record.components[index]
-            if component.widened:
-                assert scratch is not None
-                narrow = scratch[used : used + component.stored_bytes]
-                used += component.stored_bytes
-                buffers.append(narrow)
-                widen.append((component, narrow, rows[index]))
-            else:
-                buffers.append(rows[index])
-        if part.nbytes < run.nbytes:
-            buffers = span(buffers, part.begin, part.end)
-        offset = run.offset + expert * run.stride + part.begin
+        scratch = self._scratch() if part.scratch_bytes else None
+        buffers = [rows[piece.member][piece.begin : piece.end] for piece in part.straight]
+        if scratch is not None:
+            buffers.append(scratch[: part.scratch_bytes])
+        offset = record.offset(part, expert)
         try:
-            self._fill(run, buffers, offset, part.nbytes)
+            self._fill(part, buffers, offset)
         except (OSError, EOFError) as error:
-            component = record.components[run.members[0]]
-            raise ReadFailed(
-                layer=record.layer,
-                expert=expert,
-                component=component.name,
-                path=run.path,
-                offset=offset,
-                problem=_reason(error),
-            ) from error
-        for component, narrow, row in widen:
-            widen_into(narrow, component.stored, row)
+            raise self._failure(ReadFailed, record, part, expert, _reason(error)) from error
+        if record.checksums is not None:
+            checksum = _checksum(buffers, part.nbytes)
+            values = record.checksums.values[expert]
+            if checksum != values[part.begin // record.checksums.block]:
+                raise self._failure(ChecksumMismatch, record, part, expert, CHANGED)
+        if scratch is not None:
+            _distribute(record, part, scratch, rows)
 
-    def _fill(self, run: Run, buffers: list[memoryview], offset: int, nbytes: int) -> None:
+    @staticmethod
+    def _failure(
+        kind: type[ReadFailed], record: Record, part: Part, expert: int, problem: str
+    ) -> ReadFailed:
+        first = (*part.straight, *part.staged)[0].member
+        return kind(
+            layer=record.layer,
+            expert=expert,
+            component=record.components[first].name,
+            path=part.run.path,
+            offset=record.offset(part, expert),
+            problem=problem,
+        )
+
+    def _fill(self, part: Part, buffers: list[memoryview], offset: int) -> None:
+        run, nbytes = part.run, part.nbytes
         descriptor = self._direct.get(run.path) if run.direct else None
         if descriptor is not None:
             try:
@@ -154,11 +159,10 @@ class RecordReader:
                 # lanes may be inside a read of this descriptor, so it stays open until `close`.
                 self._direct.pop(run.path, None)
                 done = 0
-            if done == nbytes:
-                return
         else:
             done = self._preadv(self._buffered[run.path], buffers, offset)
-        # Short reads are completed through the page cache: a direct remainder is unaligned.
+        # Short reads are completed through the page cache: a direct remainder is unaligned. The
+        # padding may lie behind the end of the file and is not waited for.
         while done < nbytes:
             rest = remaining(buffers, done)
             more = self._preadv(self._buffered[run.path], rest, offset + done)
@@ -169,7 +173,8 @@ class RecordReader:
     def _scratch(self) -> memoryview:
         scratch: memoryview | None = getattr(self._lane, "scratch", None)
         if scratch is None:
-            scratch = self._lane.scratch = memoryview(bytearray(self._scratch_bytes))
+            # Of whole pages, which is what direct I/O wants.
+            scratch = self._lane.scratch = memoryview(mmap.mmap(-1, self._scratch_bytes))
         return scratch
 
     def close(self) -> None:
@@ -208,19 +213,6 @@ def remaining(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
     return rest
 
 
-def span(buffers: Sequence[memoryview], begin: int, end: int) -> list[memoryview]:
-    """The parts of ``buffers`` that hold bytes ``begin`` to ``end`` of all of them in a row."""
-    rest = remaining(buffers, begin)
-    left = end - begin
-    part: list[memoryview] = []
-    for buffer in rest:
-        if left <= 0:
-            break
-        part.append(buffer[:left])
-        left -= len(buffer)
-    return part
-
-
 def widen_into(source: memoryview, stored: str, row: memoryview) -> None:
     """Widen 16-bit floats to float32, exactly and without allocating.
 
@@ -237,9 +229,28 @@ def widen_into(source: memoryview, stored: str, row: memoryview) -> None:
         np.copyto(np.frombuffer(row, dtype=np.float32), np.frombuffer(source, dtype=np.float16))
 
 
-def _widened_bytes(record: Record, run: Run) -> int:
-    members = (record.components[i] for i in run.members)
-    return sum(component.stored_bytes for component in members if component.widened)
+def _distribute(
+    record: Record, part: Part, scratch: memoryview, rows: Sequence[memoryview]
+) -> None:
+    """Bring what has passed the scratch buffer into its rows."""
+    at = 0
+    for piece in part.staged:
+        component, row = record.components[piece.member], rows[piece.member]
+        source = scratch[at : at + piece.nbytes]
+        at += piece.nbytes
+        if component.widened:
+            widen_into(source, component.stored, row[2 * piece.begin : 2 * piece.end])
+        else:
+            row[piece.begin : piece.end] = source
+
+
+def _checksum(buffers: Sequence[memoryview], nbytes: int) -> int:
+    """CRC-32 of the first ``nbytes``; other threads run meanwhile."""
+    value = 0
+    for buffer in buffers:
+        value = zlib.crc32(buffer[:nbytes], value)
+        nbytes -= min(len(buffer), nbytes)
+    return value
 
 
 def _reason(error: OSError | EOFError) -> str:

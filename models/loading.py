@@ -7,7 +7,7 @@ tensor is still the same array object, so identity tells which file tensor a par
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,13 @@ class LazyModel:
     sources: dict[str, str]
 
 
-def load_lazily(directory: Path) -> LazyModel:
+def load_lazily(directory: Path, elsewhere: Mapping[str, mx.array] | None = None) -> LazyModel:
     """Load a checkpoint directory with mlx-lm, evaluating nothing.
+
+    Args:
+        directory: of the checkpoint.
+        elsewhere: stand-ins for tensors that lie outside of its safetensors files, by name.
+            mlx-lm takes them for tensors of the checkpoint.
 
     Raises:
         UnsupportedModel: mlx-lm does not know the type, or config and tensors do not fit it.
@@ -54,6 +59,7 @@ def load_lazily(directory: Path) -> LazyModel:
             sanitize = getattr(model, "sanitize", lambda weights: weights)
 
             def traced(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+                weights.update(elsewhere or {})
                 for name, array in weights.items():
                     tensors[id(array)] = name
                     kept.append(array)

@@ -15,6 +15,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..io.checkpoint import Checkpoint, open_checkpoint
+from ..io.errors import StoreMismatch
+from ..io.manifest import Manifest, read_manifest
 from ..io.records import WIDENED, Component, Record
 from ..models.errors import ExpertsNotStacked, NotMoEModel, UnsupportedModel
 from ..models.experts import (
@@ -26,6 +28,8 @@ from ..models.experts import (
     probe_sites,
 )
 from ..models.loading import LazyModel, load_lazily
+from .errors import InvalidRequest
+from .packed import check_manifest, packed_record, stand_ins
 from .plan import LayerSize, ModelSize
 from .slots import DTYPES
 
@@ -48,6 +52,8 @@ class Blueprint:
         uses: its MoE layers in the order of the forward pass.
         size: what the memory plan needs to know.
         widen: whether 16-bit floats become float32.
+        manifest: of a packed store; None for a checkpoint that is read in place.
+        checksum: whether records are checked when they are read.
     """
 
     checkpoint: Checkpoint
@@ -55,24 +61,37 @@ class Blueprint:
     uses: tuple[SiteUse, ...]
     size: ModelSize
     widen: bool
+    manifest: Manifest | None = None
+    checksum: bool = False
 
 
-def draw_blueprint(directory: Path, *, widen: bool | None = None) -> Blueprint:
-    """Open a checkpoint and work out sizes, order of layers and routing width.
+def draw_blueprint(
+    directory: Path, *, widen: bool | None = None, checksum: bool = False
+) -> Blueprint:
+    """Open a checkpoint or packed store and work out sizes, order of layers and routing width.
 
     Args:
         directory: of the checkpoint.
         widen: compute in float32 where the checkpoint has 16-bit floats; None does so on the CPU
             backend, whose 16-bit kernels are many times slower.
+        checksum: check records when they are read; only a packed store has checksums.
 
     Raises:
         MoestreamError: the checkpoint is damaged, no MoE model, or unknown to mlx-lm.
     """
     checkpoint = open_checkpoint(directory)
-    lazy = load_lazily(checkpoint.directory)
+    manifest = read_manifest(checkpoint.directory)
+    if checksum and manifest is None:
+        raise InvalidRequest(
+            f"checksum=True needs a packed store, and {checkpoint.directory} is none; make one "
+            "with `moestream pack`"
+        )
+    lazy = _load(checkpoint.directory, manifest)
     sites = find_sites(lazy.model)
     if not sites:
         raise NotMoEModel(checkpoint.directory, str(lazy.config.get("model_type")))
+    if manifest is not None:
+        check_manifest(checkpoint.directory, manifest, sites)
     if widen is None:
         widen = mx.default_device() == mx.cpu
     stored = {site.path: _expert_bytes(site) for site in sites}
@@ -86,8 +105,25 @@ def draw_blueprint(directory: Path, *, widen: bool | None = None) -> Blueprint:
     if not uses:
         raise NotMoEModel(checkpoint.directory, str(lazy.config.get("model_type")))
     return Blueprint(
-        checkpoint, lazy, tuple(uses), _measure(lazy, uses, cache, stored, vocabulary), widen
+        checkpoint,
+        lazy,
+        tuple(uses),
+        _measure(lazy, uses, cache, stored, vocabulary),
+        widen,
+        manifest,
+        checksum,
     )
+
+
+def _load(directory: Path, manifest: Manifest | None) -> LazyModel:
+    try:
+        return load_lazily(directory, stand_ins(manifest))
+    except UnsupportedModel as error:
+        if manifest is None or error.problem.startswith("Model type"):
+            raise
+        raise StoreMismatch(
+            directory, f"mlx-lm makes no model of its config and manifest ({error.problem})"
+        ) from error
 
 
 def make_record(blueprint: Blueprint, site: ExpertSite) -> Record:
@@ -96,6 +132,15 @@ def make_record(blueprint: Blueprint, site: ExpertSite) -> Record:
     Raises:
         ExpertsNotStacked: mlx-lm computes the stacked tensors while loading.
     """
+    if blueprint.manifest is not None:
+        for layer in blueprint.manifest.layers:
+            if layer.path == site.path:
+                return packed_record(
+                    blueprint.checkpoint.directory,
+                    layer,
+                    widen=blueprint.widen,
+                    checksum=blueprint.checksum,
+                )
     components = []
     for name, array in expert_parameters(site.module).items():
         source = blueprint.lazy.sources.get(f"{site.path}.{name}")
@@ -127,23 +172,20 @@ def trunk_parameters(model: Any, streamed: Sequence[ExpertSite]) -> list[mx.arra
     return arrays
 
 
-def load_parameters(arrays: Sequence[mx.array], *, check: Check, progress: Progress | None) -> int:
-    """Evaluate parameters in batches; returns their bytes.
+def load_parameters(
+    arrays: Sequence[mx.array], *, check: Check, advance: Callable[[int], None]
+) -> None:
+    """Evaluate parameters in batches.
 
     Args:
         arrays: unevaluated parameters.
         check: called between the batches; may raise to give up.
-        progress: called between the batches.
+        advance: called with the bytes of each batch.
     """
-    total = sum(array.nbytes for array in arrays)
-    done = 0
     for batch in _batches(arrays):
         check()
         mx.eval(batch)
-        done += sum(array.nbytes for array in batch)
-        if progress is not None:
-            progress(done, total)
-    return total
+        advance(sum(array.nbytes for array in batch))
 
 
 def _batches(arrays: Sequence[mx.array]) -> Iterator[list[mx.array]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import cli_options as options
-from . import serve_cli, trace_cli
+from . import pack_cli, serve_cli, trace_cli
 from .errors import BudgetTooSmall
 from .terminal import note, print_json, show_error
 
@@ -107,6 +107,7 @@ def run(
     lanes: options.Lanes = None,
     prefetch: options.Prefetch = "off",
     trace: options.Trace = None,
+    checksum: options.Checksum = False,
     debug: options.Debug = False,
 ) -> None:
     """Generate text behind a prompt."""
@@ -126,7 +127,7 @@ def run(
         "ignore_eos": ignore_eos,
     }
     opened = EngineOptions(
-        model, memory, slots, context, dtype, not no_direct, lanes, prefetch, trace
+        model, memory, slots, context, dtype, not no_direct, lanes, prefetch, trace, checksum
     )
     text = read_prompt(prompt)
     request = messages(text, system) if chat else text
@@ -170,6 +171,7 @@ def chat(
     lanes: options.Lanes = None,
     prefetch: options.Prefetch = "off",
     trace: options.Trace = None,
+    checksum: options.Checksum = False,
     debug: options.Debug = False,
 ) -> None:
     """Talk with a model, line by line."""
@@ -188,7 +190,7 @@ def chat(
         "ignore_eos": ignore_eos,
     }
     opened = EngineOptions(
-        model, memory, slots, context, dtype, not no_direct, lanes, prefetch, trace
+        model, memory, slots, context, dtype, not no_direct, lanes, prefetch, trace, checksum
     )
     talk(opened, sampling, system=system, stats=not no_stats)
 
@@ -298,6 +300,7 @@ def demo(
 
 
 app.command(cls=options.Command)(serve_cli.serve)
+app.command(cls=options.Command)(pack_cli.pack)
 app.add_typer(trace_cli.app, name="trace")
 
 

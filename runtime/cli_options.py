@@ -185,6 +185,14 @@ Trace = Annotated[
     str | None,
     typer.Option(metavar="FILE", help="Write a trace of every event.", rich_help_panel=_ENGINE),
 ]
+Checksum = Annotated[
+    bool,
+    flag(
+        "--checksum",
+        "Check every expert that is read from a packed store.",
+        rich_help_panel=_ENGINE,
+    ),
+]
 NoStats = Annotated[bool, flag("--no-stats", "Print no figures behind the answer.")]
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="System message of the chat.")]
 

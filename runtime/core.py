@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..io.loop import IoLoop
 from ..io.reader import RecordReader
 from ..io.records import Record
-from ..models.experts import SiteUse, install_parameters
+from ..models.experts import SiteUse, expert_parameters, install_parameters
 from ..models.lookahead import build_predictor
 from ..models.switch import StreamingSwitch
 from .arguments import check_trace_path
@@ -35,6 +35,7 @@ from .errors import TraceUnwritable
 from .generation import LoadedModel
 from .hub import resolve_model
 from .machine import automatic_budget, process_bytes, return_memory
+from .packed import load_residents
 from .plan import CACHE_BYTES, Plan, fitting_chunk, make_plan, parse_size
 from .prefetch import OFF, PrefetchConfig
 from .readahead import ReadAhead
@@ -68,6 +69,7 @@ class Settings:
     trace: Path | None = None
     prefetch: PrefetchConfig = OFF
     calibration: Path | None = None
+    checksum: bool = False
 
 
 @dataclass(slots=True)
@@ -138,7 +140,8 @@ def prepare(settings: Settings) -> Prepared:
         MoestreamError: the checkpoint is damaged or cannot be streamed, or the budget is too small.
     """
     widen = {None: None, "float32": True, "checkpoint": False}[settings.dtype]
-    blueprint = draw_blueprint(resolve_model(settings.model), widen=widen)
+    directory = resolve_model(settings.model)
+    blueprint = draw_blueprint(directory, widen=widen, checksum=settings.checksum)
     # Before the plan, which counts what the process holds: it brings large libraries along.
     tokenizer = load_tokenizer_of(blueprint.checkpoint.directory, blueprint.lazy.config)
     plan = plan_model(blueprint, settings)
@@ -184,7 +187,9 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
         streamed, records = prepared.streamed, prepared.records
         stack.enter_context(_limits.hold(plan.budget))
         tracer = Tracer(_writable(settings.trace))
-        reader = RecordReader(records, direct=settings.direct)
+        # Direct reads would pass by what guesses have brought into the page cache.
+        direct = settings.direct and settings.prefetch.destination != "pagecache"
+        reader = RecordReader(records, direct=direct)
         stack.callback(reader.close)
         top_k = [use.top_k for use, _ in streamed]
         prefetch = settings.prefetch
@@ -220,8 +225,7 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
             use.site.put(StreamingSwitch(use.site.module, group, use.site.layer, stream))
         # Of the others the model tree holds the parameters: they are loaded with the trunk.
         model, config = blueprint.lazy.model, blueprint.lazy.config
-        parameters = trunk_parameters(model, [use.site for use, _ in streamed])
-        trunk_bytes = load_parameters(parameters, check=check, progress=progress)
+        trunk_bytes = _load_trunk(prepared, settings, check=check, progress=progress)
         if predictor is not None and ahead is not None:
             predictor.verify()
             ahead.start()
@@ -240,12 +244,44 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
         )
         core = Core(plan, loaded, store, loop, tracer, ahead, trunk_bytes)
         core.sample_memory()
-        del model, blueprint, streamed, prepared, parameters
+        del model, blueprint, streamed, prepared
         try:
             yield core
             store.check_integrity()
         finally:
             stack.callback(core.release)  # after the reads have ended
+
+
+def _load_trunk(
+    prepared: Prepared, settings: Settings, *, check: Check, progress: Progress | None
+) -> int:
+    """Read everything that stays in memory; returns its bytes."""
+    blueprint, slots = prepared.blueprint, prepared.plan.slots
+    sites = [use.site for use, _ in prepared.streamed]
+    total = sum(array.nbytes for array in trunk_parameters(blueprint.lazy.model, sites))
+    done = 0
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, total)
+
+    residents = []
+    if blueprint.manifest is not None:  # MLX cannot read records
+        for use, count in zip(blueprint.uses, slots, strict=True):
+            if count >= use.site.experts:
+                residents.append((use.site, make_record(blueprint, use.site)))
+        load_residents(
+            residents, direct=settings.direct, lanes=settings.lanes, check=check, advance=advance
+        )
+    there = {
+        id(array) for site, _ in residents for array in expert_parameters(site.module).values()
+    }
+    parameters = trunk_parameters(blueprint.lazy.model, sites)
+    rest = [array for array in parameters if id(array) not in there]
+    load_parameters(rest, check=check, advance=advance)
+    return total
 
 
 class _Limits:

@@ -77,11 +77,13 @@ class Engine:
         calibration: str | Path | None = None,
         trace: str | Path | None = None,
         progress: Progress | None = None,
+        checksum: bool = False,
     ) -> Engine:
         """Open a model.
 
         Args:
-            model: directory of an mlx-lm checkpoint, or a Hub id that is downloaded first.
+            model: directory of an mlx-lm checkpoint or packed store, or a Hub id that is downloaded
+                first.
             memory: total for this process: bytes, a text like "8GB", "all" (every expert resident),
                 or None for a share of what the machine has free.
             slots: slots per MoE layer, instead of what ``memory`` gives.
@@ -96,12 +98,24 @@ class Engine:
                 with ``prefetch``.
             trace: file for a trace that opens in Perfetto.
             progress: called on the compute thread with (bytes, bytes in all) while loading.
+            checksum: check every record that is read against the checksums of a packed store; one
+                that does not match fails the request with ``ChecksumMismatch``.
 
         Raises:
             MoestreamError: one of its subclasses says what is wrong and what would do.
         """
         settings = _settings(
-            model, memory, slots, context, dtype, direct, lanes, prefetch, trace, calibration
+            model,
+            memory,
+            slots,
+            context,
+            dtype,
+            direct,
+            lanes,
+            prefetch,
+            trace,
+            calibration,
+            checksum,
         )
         given_up = threading.Event()
 
@@ -272,6 +286,7 @@ def _settings(
     prefetch: PrefetchConfig | str | None,
     trace: str | Path | None,
     calibration: str | Path | None,
+    checksum: bool,
 ) -> Settings:
     slots = None if slots is None else whole("slots", slots, least=1)
     context = None if context is None else whole("context", context, least=1)
@@ -293,6 +308,7 @@ def _settings(
         trace=path_argument("trace", trace),
         prefetch=prefetch,
         calibration=path_argument("calibration", calibration),
+        checksum=bool(checksum),
     )
 
 

@@ -109,3 +109,29 @@ def budget_text(nbytes: int) -> str:
     if nbytes >= 10**9:
         return f"{-(-nbytes // 10**7) / 100:.2f}GB"
     return f"{-(-nbytes // 10**6)}MB"
+
+
+class PackError(MoestreamError):
+    """A packed store cannot be written."""
+
+
+class TargetExists(PackError):
+    """There is something where the store is to be, or an unfinished store made otherwise."""
+
+
+class NotEnoughSpace(PackError):
+    """The drive has no room for the store.
+
+    Attributes:
+        needed: bytes still to be written.
+        free: bytes that the drive had left.
+    """
+
+    def __init__(self, target: Path, needed: int, free: int, *, begun: bool) -> None:
+        then = "the same command again goes on where this one stopped" if begun else "try again"
+        super().__init__(
+            f"the drive is full: {target} needs {budget_text(needed)} more and "
+            f"{budget_text(free)} are free; free some space, then {then}"
+        )
+        self.needed = needed
+        self.free = free

@@ -50,14 +50,18 @@ def local_model(model: str | Path) -> Path | None:
         return None
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
-    from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
     try:
-        return Path(
-            snapshot_download(model, allow_patterns=DEFAULT_ALLOW_PATTERNS, local_files_only=True)
-        )
+        return Path(snapshot_download(model, allow_patterns=_patterns(), local_files_only=True))
     except (HFValidationError, OSError):  # its errors about missing files are OSErrors
         return None
+
+
+def _patterns() -> list[str]:
+    """The files to download: those of mlx-lm, and the experts of a packed store."""
+    from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
+
+    return [*DEFAULT_ALLOW_PATTERNS, "experts/*.bin"]
 
 
 def _path(model: object) -> Path:
@@ -82,10 +86,9 @@ def _download(name: str) -> Path:
         OfflineModeIsEnabled,
         RepositoryNotFoundError,
     )
-    from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
     try:
-        return Path(snapshot_download(name, allow_patterns=DEFAULT_ALLOW_PATTERNS))
+        return Path(snapshot_download(name, allow_patterns=_patterns()))
     except HFValidationError as error:
         raise CheckpointNotFound(
             f"{show_path(name)} is neither a directory nor a Hub id ({first_line(error)})"

@@ -235,7 +235,8 @@ def measured_path(path: Path, options: DriveOptions) -> Path:
         raise DriveError(f"{path} does not exist; give a directory or a file")
     if not path.is_dir() or not (path / "config.json").is_file():
         return path
-    sizes = {file: file.stat().st_size for file in path.glob("*.safetensors") if file.is_file()}
+    weights = [*path.glob("*.safetensors"), *path.glob("experts/*.bin")]
+    sizes = {file: file.stat().st_size for file in weights if file.is_file()}
     largest = max(sizes, key=lambda file: sizes[file], default=None)
     return path if largest is None or sizes[largest] < options.least_bytes else largest
 

@@ -34,6 +34,7 @@ class EngineOptions:
     lanes: int | None = None
     prefetch: str = "off"
     trace: str | None = None
+    checksum: bool = False
 
 
 async def open_engine(options: EngineOptions) -> Engine:

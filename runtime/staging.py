@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
 
 from ..io.queue import Key
-from ..io.records import Record
+from ..io.records import Record, whole_pages
 
 
 class Staging:
@@ -21,9 +22,10 @@ class Staging:
 
     def __init__(self, records: Sequence[Record], nbytes: int) -> None:
         self._widths = [[c.pooled_bytes for c in record.components] for record in records]
-        size = max((record.pooled_bytes for record in records), default=1)
+        # Of whole pages, so that direct reads may go here too.
+        size = whole_pages(max((record.pooled_bytes for record in records), default=1))
         self.places = nbytes // size
-        memory = memoryview(bytearray(self.places * size))
+        memory = memoryview(mmap.mmap(-1, max(self.places * size, 1)))
         self._memory = [memory[i * size : (i + 1) * size] for i in range(self.places)]
         self._free = list(range(self.places))
         self._ready: OrderedDict[Key, int] = OrderedDict()

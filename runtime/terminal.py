@@ -23,6 +23,7 @@ from rich.progress import (
     TaskProgressColumn,
     TextColumn,
     TimeRemainingColumn,
+    TransferSpeedColumn,
 )
 from rich.text import Text
 
@@ -57,25 +58,32 @@ def print_json(value: dict[str, Any]) -> None:
 
 
 @contextmanager
-def progress_bar(title: str, *, sizes: bool = False) -> Iterator[Report | None]:
+def progress_bar(title: str, *, sizes: bool = False, late: bool = False) -> Iterator[Report | None]:
     """A bar that vanishes at the end; None when nobody watches.
 
     Args:
         title: what is going on.
-        sizes: whether bytes are counted.
+        sizes: whether bytes are counted; their rate is shown then.
+        late: show it with the first figures, so that notes can come before it.
     """
     if not sys.stderr.isatty():
         yield None
         return
-    amount = DownloadColumn() if sizes else TaskProgressColumn()
-    columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn())
-    with Progress(*columns, console=error_console(), transient=True) as bar:
-        task = bar.add_task(title, total=None)
+    amounts = (DownloadColumn(), TransferSpeedColumn()) if sizes else (TaskProgressColumn(),)
+    columns = (TextColumn("{task.description}"), BarColumn(), *amounts, TimeRemainingColumn())
+    bar = Progress(*columns, console=error_console(), transient=True)
+    task = bar.add_task(title, total=None)
 
-        def report(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
+    def report(done: int, total: int) -> None:
+        bar.update(task, completed=done, total=total)
+        bar.start()
 
+    try:
+        if not late:
+            bar.start()
         yield report
+    finally:
+        bar.stop()
 
 
 def show_error(error: Exception, *, debug: bool) -> None:

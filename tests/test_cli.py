@@ -89,7 +89,7 @@ def error_line(*arguments: str, stdin: str | None = None) -> str:
 @pytest.mark.parametrize(
     ("command", "options"),
     [
-        ([], ["--version", "--debug", "run", "chat", "plan", "doctor", "demo"]),
+        ([], ["--version", "--debug", "run", "chat", "plan", "doctor", "demo", "pack"]),
         (["run"], ["--prompt", "--stop", "--memory", "--prefetch", "--trace", "--json"]),
         (["chat"], ["--system", "--temperature", "--slots", "--no-stats"]),
         (["plan"], ["--memory", "--slots", "--context", "--json"]),
@@ -285,7 +285,7 @@ def test_run_passes_every_option_on(model: str, monkeypatch: pytest.MonkeyPatch)
         *("--min-p", "0.1", "--top-k", "7", "--seed", "3", "--repetition-penalty", "1.1"),
         *("--stop", "a", "--stop", "b", "--ignore-eos", "--memory", "8GB", "--slots", "4"),
         *("--context", "99", "--dtype", "float32", "--no-direct", "--lanes", "2"),
-        *("--prefetch", "off", "--trace", "t"),
+        *("--prefetch", "off", "--trace", "t", "--checksum"),
         code=1,
     )
     assert seen == {
@@ -307,6 +307,7 @@ def test_run_passes_every_option_on(model: str, monkeypatch: pytest.MonkeyPatch)
         "lanes": 2,
         "prefetch": "off",
         "trace": "t",
+        "checksum": True,
         "progress": None,
     }
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import threading
 import tracemalloc
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -17,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moestream.io import reader as reader_module
-from moestream.io.errors import MoestreamError, ReadFailed
+from moestream.io.errors import ChecksumMismatch, MoestreamError, ReadFailed
 from moestream.io.reader import RecordReader, open_direct, remaining, widen_into
-from moestream.io.records import PAGE, Component, Record, merge_runs
+from moestream.io.records import PAGE, Checksums, Component, Record, divide_runs, merge_runs
 
 from .fakes import (
     TIMEOUT,
@@ -86,7 +88,7 @@ def test_a_packed_record_is_one_scattered_read(tmp_path: Path) -> None:
     reader = RecordReader([layer.record], preadv=drive)
     assert read(layer, reader, 2) == layer.expected(2)
     (call,) = drive.calls
-    assert call.lengths == (64, 12, 8)
+    assert call.lengths == (64, 20)  # what follows a widened component is staged with it
     assert call.offset == 100 + 2 * PAGE
     reader.close()
 
@@ -133,13 +135,109 @@ def test_a_run_never_reaches_into_the_next_expert() -> None:
     assert members(component("a", 0, 8, 16), component("b", 8, 8, 16)) == [(0, 1)]
 
 
-def test_a_run_is_direct_only_when_all_of_it_is(tmp_path: Path) -> None:
+def test_an_odd_rest_behind_whole_pages_is_staged() -> None:
     pages = component("a", 0, PAGE, 3 * PAGE), component("b", PAGE, PAGE, 3 * PAGE)
-    assert merge_runs(pages)[0].direct
-    rest = component("c", 2 * PAGE, 100, 3 * PAGE)
-    (run,) = merge_runs((*pages, rest))
-    assert not run.direct
-    assert run.nbytes == 2 * PAGE + 100
+    (run,) = merge_runs(pages)
+    assert (run.direct, run.straight) == (True, 2)
+    rest = component("c", 2 * PAGE, 100, 3 * PAGE), component("d", 2 * PAGE + 100, 50, 3 * PAGE)
+    (run,) = merge_runs((*pages, *rest))
+    assert (run.direct, run.straight, run.nbytes) == (True, 2, 2 * PAGE + 150)
+    (part,) = divide_runs([run], (*pages, *rest))[0]
+    assert [piece.member for piece in part.staged] == [2, 3]
+    assert part.scratch_bytes == PAGE
+
+
+def test_a_run_without_room_for_padding_is_not_direct() -> None:
+    # Its padding would reach into the next expert.
+    components = component("a", 0, PAGE, 2 * PAGE), component("b", PAGE, 2 * PAGE, 2 * PAGE)
+    assert [run.direct for run in merge_runs(components)] == [True, True]
+    assert not merge_runs([component("a", 0, 2 * PAGE + 1, 2 * PAGE)])[0].direct
+
+
+@pytest.mark.parametrize("block", [PAGE, 2 * PAGE, 5 * PAGE])
+def test_parts_of_a_record_are_its_blocks(tmp_path: Path, block: int) -> None:
+    tensors = (Tensor("a", (2 * PAGE // 4,)), Tensor("b", (PAGE // 4 + 3,)), *MIXED, *PLAIN[1:])
+    layer = write_packed(tmp_path / "packed", tensors, experts=3)
+    (run,) = layer.record.runs
+    jobs = divide_runs([run], layer.record.components, block=block)
+    parts = [part for job in jobs for part in job]
+    assert [part.begin for part in parts] == list(range(0, run.nbytes, block))
+    for part in parts:
+        assert sum(piece.nbytes for piece in (*part.straight, *part.staged)) == part.nbytes
+        straight = sum(piece.nbytes for piece in part.straight)
+        assert straight + part.scratch_bytes == -(-part.nbytes // PAGE) * PAGE
+        assert all(piece.begin % PAGE == piece.end % PAGE == 0 for piece in part.straight)
+
+
+@pytest.mark.parametrize("job_bytes", [PAGE, 3 * PAGE])
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_record_with_an_odd_tail_is_read_in_parts(
+    tmp_path: Path, drive: FakeDrive, job_bytes: int, direct: bool
+) -> None:
+    wide = Tensor("scales", (3 * PAGE,), "BF16", "F32")
+    tensors = (Tensor("a", (2 * PAGE // 4,)), Tensor("b", (PAGE // 4 + 3,)), wide, *PLAIN[1:])
+    layer = write_packed(tmp_path / "packed", tensors, experts=3)
+    record = layer.record
+    jobs = divide_runs(record.runs, record.components, job_bytes)
+    object.__setattr__(record, "jobs", jobs)
+    reader = RecordReader([record], direct=direct, preadv=drive)
+    for expert in (2, 0):
+        assert read(layer, reader, expert) == layer.expected(expert)
+    assert len(drive.calls) == 2 * len(jobs) > 6
+    assert {call.direct for call in drive.calls} == {direct}
+    assert all(n % PAGE == 0 for call in drive.calls for n in call.lengths)
+    reader.close()
+
+
+def test_records_are_found_at_their_places(tmp_path: Path) -> None:
+    layer = write_packed(tmp_path / "packed", PAGES, experts=4)
+    moved = Record(0, 4, layer.record.components, place=(2, 0, 3, 1))
+    reader = RecordReader([moved])
+    rows = aligned_rows(moved)
+    for expert, place in enumerate(moved.place or ()):
+        reader.read(0, expert, rows)
+        assert [bytes(row) for row in rows] == layer.expected(place)
+    reader.close()
+
+
+def checked(layer: Layer, block: int) -> Record:
+    """The record with checksums of what the file holds."""
+    (run,) = layer.record.runs
+    values = []
+    for expert in range(layer.record.experts):
+        start = run.offset + expert * run.stride
+        data = layer.content[start : start + run.nbytes]
+        values.append(tuple(zlib.crc32(data[i : i + block]) for i in range(0, len(data), block)))
+    checksums = Checksums(block, tuple(values))
+    return Record(layer.record.layer, len(values), layer.record.components, checksums=checksums)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("tensors", [PLAIN, MIXED, PAGES, (*PAGES, *MIXED)])
+def test_checksums_find_every_flipped_bit(
+    tmp_path: Path, tensors: tuple[Tensor, ...], direct: bool
+) -> None:
+    path = tmp_path / "packed"
+    layer = write_packed(path, tensors, experts=2, layer=5)
+    record = checked(layer, PAGE)
+    reader = RecordReader([record], direct=direct)
+    assert read(layer, reader, 1) == layer.expected(1)
+    (run,) = record.runs
+    source = random.Random(run.nbytes)
+    for _ in range(20):
+        at = source.randrange(run.nbytes)
+        content = bytearray(layer.content)
+        content[run.stride + at] ^= 1 << source.randrange(8)
+        path.write_bytes(content)
+        with pytest.raises(ChecksumMismatch) as caught:
+            reader.read(0, 1, aligned_rows(record))
+        error = caught.value
+        assert (error.layer, error.expert, error.path) == (5, 1, path)
+        assert error.offset == run.stride + at // PAGE * PAGE
+        reader.read(0, 0, aligned_rows(record))
+    path.write_bytes(layer.content)
+    assert read(layer, reader, 1) == layer.expected(1)
+    reader.close()
 
 
 # -- short reads and errors -------------------------------------------------------------------
@@ -147,13 +245,13 @@ def test_a_run_is_direct_only_when_all_of_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first", [1, 63, 64, 65, 75, 76, 83])
 def test_a_short_read_is_completed(tmp_path: Path, first: int) -> None:
-    layer = write_packed(tmp_path / "packed", MIXED, experts=2)
+    layer = write_packed(tmp_path / "packed", MIXED, experts=2, skip=24)
     drive = FakeDrive()
     drive.shorten(0, first)
     drive.shorten(1, 1)
     reader = RecordReader([layer.record], preadv=drive)
     assert read(layer, reader, 1) == layer.expected(1)
-    asked = [(call.offset - PAGE, sum(call.lengths)) for call in drive.calls]
+    asked = [(call.offset - PAGE - 24, sum(call.lengths)) for call in drive.calls]
     assert asked[:2] == [(0, 84), (first, 84 - first)]
     assert len(asked) == (3 if first < 83 else 2)
     reader.close()
@@ -323,10 +421,9 @@ def drive(monkeypatch: pytest.MonkeyPatch) -> FakeDrive:
     [
         (PAGES, 0, True),
         (PAGES, 24, False),
-        (MIXED, 0, False),
-        ((Tensor("scales", (PAGE // 2,), "BF16", "F32"),), 0, False),
+        ((Tensor("scales", (PAGE // 2,), "BF16", "F32"),), 0, True),
     ],
-    ids=["aligned", "unaligned offset", "unaligned length", "widened"],
+    ids=["aligned", "unaligned offset", "widened"],
 )
 def test_direct_reads_are_used_where_alignment_allows(
     tmp_path: Path,
@@ -341,6 +438,29 @@ def test_direct_reads_are_used_where_alignment_allows(
     assert bool(reader.direct_files) == expected
     assert read(layer, reader, 2) == layer.expected(2)
     assert {call.direct for call in drive.calls} == {expected}
+    reader.close()
+
+
+@pytest.mark.parametrize(("write", "expected"), [(write_stacked, False), (write_packed, True)])
+def test_odd_lengths_are_read_directly_where_they_are_padded(
+    tmp_path: Path, drive: FakeDrive, write: Write, expected: bool
+) -> None:
+    layer = write(tmp_path / "experts", MIXED, experts=3)
+    reader = RecordReader([layer.record], preadv=drive)
+    assert bool(reader.direct_files) == expected
+    assert read(layer, reader, 2) == layer.expected(2)
+    assert {call.direct for call in drive.calls} == {expected}
+    if expected:
+        assert [call.lengths for call in drive.calls] == [(PAGE,)]
+    reader.close()
+
+
+def test_padding_may_lie_behind_the_end_of_the_file(tmp_path: Path, drive: FakeDrive) -> None:
+    layer = write_packed(tmp_path / "packed", MIXED, experts=2)
+    os.truncate(tmp_path / "packed", PAGE + 84)
+    reader = RecordReader([layer.record], preadv=drive)
+    assert read(layer, reader, 1) == layer.expected(1)
+    assert len(drive.calls) == 1
     reader.close()
 
 
