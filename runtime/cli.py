@@ -13,6 +13,7 @@ import typer
 from . import cli_options as options
 from . import trace_cli
 from .errors import BudgetTooSmall
+from .policies import DEFAULT_POLICY
 from .terminal import note, print_json, show_error
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ def run(
     no_direct: options.NoDirect = False,
     lanes: options.Lanes = None,
     prefetch: options.Prefetch = "off",
+    policy: options.Policy = DEFAULT_POLICY,
     trace: options.Trace = None,
     debug: options.Debug = False,
 ) -> None:
@@ -126,7 +128,7 @@ def run(
         "ignore_eos": ignore_eos,
     }
     opened = EngineOptions(
-        model, memory, slots, context, dtype, not no_direct, lanes, prefetch, trace
+        model, memory, slots, context, dtype, not no_direct, lanes, prefetch, trace, policy
     )
     text = read_prompt(prompt)
     request = messages(text, system) if chat else text
@@ -169,6 +171,7 @@ def chat(
     no_direct: options.NoDirect = False,
     lanes: options.Lanes = None,
     prefetch: options.Prefetch = "off",
+    policy: options.Policy = DEFAULT_POLICY,
     trace: options.Trace = None,
     debug: options.Debug = False,
 ) -> None:
@@ -188,7 +191,7 @@ def chat(
         "ignore_eos": ignore_eos,
     }
     opened = EngineOptions(
-        model, memory, slots, context, dtype, not no_direct, lanes, prefetch, trace
+        model, memory, slots, context, dtype, not no_direct, lanes, prefetch, trace, policy
     )
     talk(opened, sampling, system=system, stats=not no_stats)
 

@@ -36,6 +36,7 @@ from .generation import LoadedModel
 from .hub import resolve_model
 from .machine import automatic_budget, process_bytes, return_memory
 from .plan import CACHE_BYTES, Plan, fitting_chunk, make_plan, parse_size
+from .policies import DEFAULT_POLICY, POLICIES, PolicyName
 from .prefetch import OFF, PrefetchConfig
 from .readahead import ReadAhead
 from .store import ExpertStore
@@ -68,6 +69,7 @@ class Settings:
     trace: Path | None = None
     prefetch: PrefetchConfig = OFF
     calibration: Path | None = None
+    policy: PolicyName = DEFAULT_POLICY
 
 
 @dataclass(slots=True)
@@ -195,6 +197,7 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
             tracer=tracer,
             top_k=top_k,
             prefetch=prefetch,
+            policy=POLICIES[settings.policy],
         )
         loop = IoLoop(store, lanes=settings.lanes, lookahead_price=prefetch.lookahead_price)
         stack.enter_context(loop)
@@ -323,6 +326,7 @@ def _about(prepared: Prepared, settings: Settings) -> dict[str, Any]:
         "model": prepared.blueprint.checkpoint.directory.name,
         "layers": layers,
         "bandwidth_bytes_per_s": None,
+        "policy": settings.policy,
         "config": asdict(settings.prefetch),
     }
 

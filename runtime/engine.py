@@ -14,13 +14,14 @@ from typing import Literal, Self, TypedDict, Unpack
 
 from ..io.errors import MoestreamError
 from .api import Chunk, Generation, Statistics
-from .arguments import path_argument, whole
+from .arguments import path_argument, show, whole
 from .assembly import Progress
 from .compute import ComputeThread
 from .core import DEFAULT_LANES, Core, Settings, running_core
 from .errors import EngineClosed, InvalidRequest, OpenFailed
 from .jobs import GenerationJob, Totals
 from .plan import Plan
+from .policies import DEFAULT_POLICY, POLICIES, PolicyName
 from .prefetch import OFF, PrefetchConfig
 from .request import Request, State
 from .sampling import Prompt, Sampling, early_check, freeze_prompt, make_sampling
@@ -73,6 +74,7 @@ class Engine:
         lanes: int = DEFAULT_LANES,
         prefetch: PrefetchConfig | Literal["off"] | None = None,
         calibration: str | Path | None = None,
+        policy: PolicyName = DEFAULT_POLICY,
         trace: str | Path | None = None,
         progress: Progress | None = None,
     ) -> Engine:
@@ -92,6 +94,9 @@ class Engine:
                 when they are routed to.
             calibration: file that keeps what was learnt about predictions for the next start; only
                 with ``prefetch``.
+            policy: which expert gives up its slot first: "successors" goes by how often experts are
+                used and by which come after which, "lfu-decay" by how often alone, "lru" by how
+                long ago.
             trace: file for a trace that opens in Perfetto.
             progress: called on the compute thread with (bytes, bytes in all) while loading.
 
@@ -99,7 +104,17 @@ class Engine:
             MoestreamError: one of its subclasses says what is wrong and what would do.
         """
         settings = _settings(
-            model, memory, slots, context, dtype, direct, lanes, prefetch, trace, calibration
+            model,
+            memory,
+            slots,
+            context,
+            dtype,
+            direct,
+            lanes,
+            prefetch,
+            trace,
+            calibration,
+            policy,
         )
         given_up = threading.Event()
 
@@ -255,6 +270,7 @@ def _settings(
     prefetch: PrefetchConfig | str | None,
     trace: str | Path | None,
     calibration: str | Path | None,
+    policy: PolicyName,
 ) -> Settings:
     slots = None if slots is None else whole("slots", slots, least=1)
     context = None if context is None else whole("context", context, least=1)
@@ -265,6 +281,8 @@ def _settings(
         prefetch = OFF
     elif not isinstance(prefetch, PrefetchConfig):
         raise InvalidRequest(f"prefetch={prefetch!r} must be a PrefetchConfig, 'off' or None")
+    if not isinstance(policy, str) or policy not in POLICIES:
+        raise InvalidRequest(f"policy={show(policy)} must be one of {', '.join(POLICIES)}")
     return Settings(
         model=model,
         memory=memory,
@@ -276,6 +294,7 @@ def _settings(
         trace=path_argument("trace", trace),
         prefetch=prefetch,
         calibration=path_argument("calibration", calibration),
+        policy=policy,
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..io.errors import ReadFailed
+from .policies import DEFAULT_POLICY, PolicyName
 from .terminal import interrupts_held, note, progress_bar, show_error
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class EngineOptions:
     lanes: int | None = None
     prefetch: str = "off"
     trace: str | None = None
+    policy: PolicyName = DEFAULT_POLICY
 
 
 async def open_engine(options: EngineOptions) -> Engine:

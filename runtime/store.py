@@ -21,7 +21,7 @@ from ..io.loop import IoLoop
 from ..io.queue import Entry, Key
 from ..io.reader import RecordReader
 from ..io.records import Record
-from .policy import LeastRecentlyUsed, PolicyFactory
+from .policy import PolicyFactory, least_recently_used
 from .prefetch import OFF, PrefetchConfig
 from .residency import NONE, Acquired, Residency
 from .slots import SlotPool
@@ -131,7 +131,7 @@ class ExpertStore:
         tracer: Tracer,
         top_k: Sequence[int] | None = None,
         prefetch: PrefetchConfig = OFF,
-        policy: PolicyFactory = LeastRecentlyUsed,
+        policy: PolicyFactory = least_recently_used,
     ) -> None:
         self._lock = threading.Lock()
         self._reader = reader
@@ -170,6 +170,11 @@ class ExpertStore:
         """How many distinct experts of the layer one call can hold now."""
         with self._lock:
             return self.groups[group].residency.room()
+
+    def tell_prompt(self, group: int, rows: Sequence[Sequence[int]]) -> None:
+        """The experts of a prompt's last tokens at this layer, before the prompt is demanded."""
+        with self._lock:
+            self.groups[group].residency.tokens(rows)
 
     def split(self, group: int, experts: Sequence[int]) -> tuple[list[int], list[int]]:
         """The experts in the order to compute them: those that are there, then the missing ones."""

@@ -103,9 +103,16 @@ class Tracer:
             self._add("X", "sync", start, end, {"group": group, "layer": layer})
 
     def route(
-        self, group: int, layer: int, forward: int, position: int, experts: list[int], tokens: int
+        self,
+        group: int,
+        layer: int,
+        forward: int,
+        position: int,
+        experts: list[int],
+        tokens: int,
+        tail: list[list[int]],
     ) -> None:
-        """The router's choice for a layer call."""
+        """The router's choice for a layer call; ``tail`` that of a prompt's last tokens."""
         if self.enabled:
             arguments = {
                 "group": group,
@@ -115,6 +122,8 @@ class Tracer:
                 "experts": experts,
                 "tokens": tokens,
             }
+            if tail:
+                arguments["tail"] = tail
             self._now("i", "route", arguments)
 
     def predict(
