@@ -21,6 +21,7 @@ from ..io.records import Record
 from ..models.experts import SiteUse, install_parameters
 from ..models.lookahead import build_predictor
 from ..models.switch import StreamingSwitch
+from . import warmstart
 from .arguments import check_trace_path
 from .assembly import (
     Blueprint,
@@ -230,7 +231,7 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
             ahead.start()
             for warning in predictor.warnings:
                 logger.warning("%s; they are read on demand", warning)
-            stack.enter_context(_calibrated(ahead, settings.calibration))
+        stack.enter_context(_remembered(store, ahead, settings.calibration))
         loaded = LoadedModel(
             model=model,
             tokenizer=tokenizer,
@@ -332,21 +333,36 @@ def _about(prepared: Prepared, settings: Settings) -> dict[str, Any]:
 
 
 @contextmanager
-def _calibrated(ahead: ReadAhead, path: Path | None) -> Iterator[None]:
-    """Start from a saved calibration, if there is one, and save what was learnt at the end."""
+def _remembered(store: ExpertStore, ahead: ReadAhead | None, path: Path | None) -> Iterator[None]:
+    """Start from what earlier runs have learnt, if that was saved, and save it at the end.
+
+    The experts that they used most are read at once, while nobody waits for the drive.
+    """
     if path is None:
         yield
         return
+    records = [group.record for group in store.groups]
+    heat = warmstart.from_json({}, records)
     if path.exists():
         try:
-            ahead.calibration.load_json(json.loads(path.read_text()))
+            saved = json.loads(path.read_text())
+            heat = warmstart.from_json(saved.get("heat", {}), records)
+            if ahead is not None:
+                ahead.calibration.load_json(saved)
         except (OSError, ValueError, TypeError, AttributeError) as error:
             logger.warning("the calibration in %s cannot be used: %s", path, error)
+    for group, counts in zip(store.groups, heat, strict=True):
+        group.residency.seed(counts)
+    slots = [group.residency.slots for group in store.groups]
+    store.preload(warmstart.in_file_order(warmstart.choose(heat, slots), records))
     try:
         yield
     finally:
+        uses = [group.residency.uses for group in store.groups]
+        merged = [warmstart.merge(old, new) for old, new in zip(heat, uses, strict=True)]
+        table = {} if ahead is None else ahead.calibration.to_json()
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(ahead.calibration.to_json()))
+        path.write_text(json.dumps({**table, "heat": warmstart.to_json(merged, records)}))
 
 
 @contextmanager

@@ -92,8 +92,9 @@ class Engine:
             lanes: reads in flight at once.
             prefetch: how experts are read ahead, see ``PrefetchConfig``; "off" and None read them
                 when they are routed to.
-            calibration: file that keeps what was learnt about predictions for the next start; only
-                with ``prefetch``.
+            calibration: file that keeps what was learnt for the next start: which experts were used
+                most, which are then read before the first request, and with ``prefetch`` how well
+                predictions come true.
             policy: which expert gives up its slot first: "successors" goes by how often experts are
                 used and by which come after which, "lfu-decay" by how often alone, "lru" by how
                 long ago.

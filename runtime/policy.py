@@ -14,6 +14,9 @@ class Policy(Protocol):
     thread and, for guesses, by the loop thread.
     """
 
+    def seed(self, heat: Sequence[float]) -> None:
+        """How much each expert was used by earlier runs, in any unit; told first of all."""
+
     def routed(self, experts: Sequence[int]) -> None:
         """A layer call wants these distinct experts, whether they hold a slot or not.
 
@@ -45,6 +48,9 @@ class LeastRecentlyUsed:
 
     def __init__(self) -> None:
         self._order: OrderedDict[int, None] = OrderedDict()
+
+    def seed(self, heat: Sequence[float]) -> None:
+        pass  # what was not used in this run has no age
 
     def routed(self, experts: Sequence[int]) -> None:
         order = self._order

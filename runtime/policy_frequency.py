@@ -38,6 +38,11 @@ class DecayedFrequency:
         self._ranking: list[int] | None = None
         self._warm: dict[int, None] = {}  # added or kept since the call: behind the ranking
 
+    def seed(self, heat: Sequence[float]) -> None:
+        """The hottest starts as if it had just been used, the others as parts of that."""
+        hottest = max(heat) or 1.0
+        self._weight = [count / hottest for count in heat]
+
     def routed(self, experts: Sequence[int]) -> None:
         self._unit *= self._growth
         if self._unit > RESCALE:
@@ -64,6 +69,7 @@ class DecayedFrequency:
         self._warm.pop(expert, None)
 
     def keep(self, expert: int) -> None:
+        self._warm.pop(expert, None)
         self._warm[expert] = None
 
     def coldest(self) -> Iterator[int]:
@@ -111,8 +117,9 @@ class Successors(DecayedFrequency):
     REACH = 16
     """Experts that are looked up; 8 lose a little, 24 and all gain nothing (replayed)."""
 
-    DOUBT = 2.4
-    """Of a source seen seldom less is believed: added to the number of times that it was seen."""
+    DOUBT = 50.0
+    """Of a table that is still thin less is believed: added to the number of times that the token's
+    experts were seen, all together. Of 0.5 to 100 the best on the same halves, by little."""
 
     MOST = 255
     """A row is halved when its source has been seen so often: its lanes suffice, and it forgets."""

@@ -40,6 +40,9 @@ class Belady:
                 self._future.setdefault(expert, deque()).append(index)
         self._held: dict[int, None] = {}
 
+    def seed(self, heat: Sequence[float]) -> None:
+        pass
+
     def routed(self, experts: Sequence[int]) -> None:
         for expert in experts:
             self._future[expert].popleft()

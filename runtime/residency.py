@@ -115,6 +115,19 @@ class Residency:
 
     # -- steps --------------------------------------------------------------------------------
 
+    def seed(self, heat: Sequence[float]) -> None:
+        """How much each expert was used by earlier runs; before anything else."""
+        self._policy.seed(heat)
+
+    def preload(self, expert: int) -> int:
+        """Give an absent expert a free slot for a read before anybody asks; -1 if there is none."""
+        if not self._free or self.room() <= self._reserve or self._slot_of[expert] != NONE:
+            return NONE
+        slot = self._free.pop()
+        self._put(expert, slot)
+        self._unpinnable += 1
+        return slot
+
     def tokens(self, rows: Sequence[Sequence[int]]) -> None:
         """A prompt is about to be acquired: the experts of its last tokens, in order."""
         self._policy.tokens(rows)

@@ -28,6 +28,9 @@ from .slots import SlotPool
 from .staging import Staging, copy_rows
 from .tracing import Tracer
 
+PRELOAD = 1 << 60
+"""Position of reads that nobody asks for: behind every guess, and never stale."""
+
 WINDOWS_KEPT = 1024
 """Times from asking to ready that are kept of each layer (arbitrary)."""
 
@@ -374,6 +377,16 @@ class ExpertStore:
                 raise
         return futures
 
+    def preload(self, keys: Sequence[Key]) -> None:
+        """Read these experts, in this order, into free slots while the drive has nothing to do.
+
+        The first demand ends that: what has not begun by then waits for the spare time of guesses.
+        """
+        if keys:
+            guesses = tuple(Guess(key, PRELOAD, 1e-6) for key in keys)
+            grant = float(sum(self.groups[group].stored_bytes for group, _ in keys))
+            self._loop.submit(Ask(PRELOAD, -1, guesses=guesses, grant=grant))
+
     def take_wasted(self) -> list[int]:
         """Groups of the guesses that have been given up unused since the last call."""
         if not self._wasted:
@@ -412,6 +425,8 @@ class ExpertStore:
                 return slot
             if entry.demand or entry.position <= self._position:
                 return None
+            if entry.position == PRELOAD:
+                return self._begin_preload(key)
             begun = self._begin_guess(key)
             if begun is None:
                 self.counters.guesses_refused += 1
@@ -420,6 +435,13 @@ class ExpertStore:
             self.counters.guesses_begun += 1
             self._begun[key] = _Begun(time.perf_counter(), entry.position)
             return begun
+
+    def _begin_preload(self, key: Key) -> int | None:
+        slot = self.groups[key[0]].residency.preload(key[1])
+        if slot == NONE:
+            return None
+        self._flights[key] = Future()
+        return slot
 
     def _begin_guess(self, key: Key) -> int | None:
         group, expert = key

@@ -20,7 +20,9 @@ PROMPTS = (
 )
 
 
-async def run(demo: Path, slots: int, policy: PolicyName, trace: Path | None) -> list[list[int]]:
+async def run(
+    demo: Path, slots: int, policy: PolicyName, trace: Path | None
+) -> list[tuple[int, ...]]:
     """Tokens of both prompts, one after the other in one engine."""
     tokens = []
     async with await Engine.open(demo, slots=slots, policy=policy, trace=trace) as engine:
