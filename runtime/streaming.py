@@ -206,7 +206,7 @@ class ExpertStream:
                 return self._run_hits_first(switch, x, indices.shape, got)
             self._wait(switch, got)
         slots = got.slots
-        if len(experts) == len(routed):  # one token, or tokens that share no expert
+        if experts == routed:  # one token
             ids = slots
         else:
             where = dict(zip(experts, slots, strict=True))

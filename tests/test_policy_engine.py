@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import get_args
 
@@ -44,7 +45,7 @@ def replayed(trace: Trace, group: int, slots: int, policy: str) -> tuple[int, li
 
 @pytest.mark.one_loop
 @pytest.mark.parametrize("policy", get_args(PolicyName))
-@pytest.mark.parametrize("slots", [6, 12, 40])
+@pytest.mark.parametrize("slots", [6, 40])
 async def test_an_engine_evicts_what_its_replay_evicts(
     demo: Path, tmp_path: Path, slots: int, policy: PolicyName
 ) -> None:
@@ -62,6 +63,28 @@ async def test_an_engine_evicts_what_its_replay_evicts(
         hits += found
     reads = len({(read.group, read.expert, read.asked) for read in trace.reads})
     assert hits == sum(len(route.experts) for route in trace.routes) - reads
+
+
+@pytest.mark.one_loop
+async def test_a_trace_names_the_hottest_last_and_tells_the_tail(
+    demo: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.trace"
+    async with await Engine.open(demo, slots=12, trace=path) as engine:
+        for length in (1, 5, 100):  # a token, a small call, a large one
+            prompt = [7 * n % 500 + 10 for n in range(length)]
+            await engine.generate(prompt, max_tokens=2, ignore_eos=True)
+    routes = read_trace(path).routes
+    assert [r.tokens for r in routes if r.group == 0] == [1, 1, 5, 1, 100, 1]
+    for route in routes:
+        if route.tokens == 1:
+            assert route.tail == ()
+            continue
+        assert len(route.tail) == min(route.tokens, 64)
+        if route.tokens == 5:
+            heat = Counter(expert for row in route.tail for expert in row)
+            assert list(route.experts) == sorted(heat, key=lambda e: (heat[e], e))
+        assert {expert for row in route.tail for expert in row} <= set(route.experts)
 
 
 @pytest.mark.one_loop

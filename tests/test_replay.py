@@ -380,6 +380,12 @@ def test_the_hottest_experts_of_a_prompt_come_last(tmp_path: Path) -> None:
     assert trace.layers[0] == Layer(0, 0, 4, 1, None, 9)
 
 
+def test_the_last_tokens_of_a_prompt_are_kept_one_by_one(csv_file: Path) -> None:
+    prompt, last, token = read_trace(csv_file).routes[:3]
+    assert prompt.tail == ((0, 1), (1, 2), (2, 0))
+    assert last.tail == token.tail == ()
+
+
 def test_gzipped_csv_is_the_same(csv_file: Path, tmp_path: Path) -> None:
     path = tmp_path / "toy.csv.gz"
     path.write_bytes(gzip.compress(csv_file.read_bytes()))
