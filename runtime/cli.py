@@ -13,6 +13,7 @@ import typer
 from . import cli_options as options
 from . import pack_cli, serve_cli, trace_cli
 from .errors import BudgetTooSmall
+from .policies import DEFAULT_POLICY
 from .terminal import note, print_json, show_error
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ def run(
     no_direct: options.NoDirect = False,
     lanes: options.Lanes = None,
     prefetch: options.Prefetch = "off",
+    policy: options.Policy = DEFAULT_POLICY,
     trace: options.Trace = None,
     checksum: options.Checksum = False,
     debug: options.Debug = False,
@@ -127,7 +129,17 @@ def run(
         "ignore_eos": ignore_eos,
     }
     opened = EngineOptions(
-        model, memory, slots, context, dtype, not no_direct, lanes, prefetch, trace, checksum
+        model,
+        memory,
+        slots,
+        context,
+        dtype,
+        not no_direct,
+        lanes,
+        prefetch,
+        trace,
+        checksum,
+        policy,
     )
     text = read_prompt(prompt)
     request = messages(text, system) if chat else text
@@ -170,6 +182,7 @@ def chat(
     no_direct: options.NoDirect = False,
     lanes: options.Lanes = None,
     prefetch: options.Prefetch = "off",
+    policy: options.Policy = DEFAULT_POLICY,
     trace: options.Trace = None,
     checksum: options.Checksum = False,
     debug: options.Debug = False,
@@ -190,7 +203,17 @@ def chat(
         "ignore_eos": ignore_eos,
     }
     opened = EngineOptions(
-        model, memory, slots, context, dtype, not no_direct, lanes, prefetch, trace, checksum
+        model,
+        memory,
+        slots,
+        context,
+        dtype,
+        not no_direct,
+        lanes,
+        prefetch,
+        trace,
+        checksum,
+        policy,
     )
     talk(opened, sampling, system=system, stats=not no_stats)
 

@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .plan import parse_size
+from .policies import PolicyName
 
 DEBUG = "moestream.debug"
 """Key of the debug switch in the context that all commands of one call share."""
@@ -178,6 +179,13 @@ Prefetch = Annotated[
     Literal["on", "off"],
     typer.Option(
         help="'off' reads experts only when they are routed to, 'on' also ahead where that pays.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+Policy = Annotated[
+    PolicyName,
+    typer.Option(
+        help="Which expert gives up its slot first; 'moestream trace replay' compares them.",
         rich_help_panel=_ENGINE,
     ),
 ]

@@ -14,13 +14,14 @@ from typing import Any, Literal, Self, TypedDict, Unpack
 
 from ..io.errors import MoestreamError
 from .api import Chunk, Generation, Statistics
-from .arguments import path_argument, whole
+from .arguments import path_argument, show, whole
 from .assembly import Progress
 from .compute import ComputeThread
 from .core import DEFAULT_LANES, Core, Settings, running_core
 from .errors import EngineClosed, InvalidRequest, OpenFailed
 from .jobs import GenerationJob, Totals
 from .plan import Plan
+from .policies import DEFAULT_POLICY, POLICIES, PolicyName
 from .prefetch import OFF, PrefetchConfig
 from .request import Request, State
 from .sampling import Prompt, Sampling, early_check, freeze_prompt, make_sampling
@@ -75,6 +76,7 @@ class Engine:
         lanes: int = DEFAULT_LANES,
         prefetch: PrefetchConfig | Literal["off"] | None = None,
         calibration: str | Path | None = None,
+        policy: PolicyName = DEFAULT_POLICY,
         trace: str | Path | None = None,
         progress: Progress | None = None,
         checksum: bool = False,
@@ -94,8 +96,12 @@ class Engine:
             lanes: reads in flight at once.
             prefetch: how experts are read ahead, see ``PrefetchConfig``; "off" and None read them
                 when they are routed to.
-            calibration: file that keeps what was learnt about predictions for the next start; only
-                with ``prefetch``.
+            calibration: file that keeps what was learnt for the next start: which experts were used
+                most, which are then read before the first request, and with ``prefetch`` how well
+                predictions come true.
+            policy: which expert gives up its slot first: "successors" goes by how often experts are
+                used and by which come after which, "lfu-decay" by how often alone, "lru" by how
+                long ago.
             trace: file for a trace that opens in Perfetto.
             progress: called on the compute thread with (bytes, bytes in all) while loading.
             checksum: check every record that is read against the checksums of a packed store; one
@@ -116,6 +122,7 @@ class Engine:
             trace,
             calibration,
             checksum,
+            policy,
         )
         given_up = threading.Event()
 
@@ -287,6 +294,7 @@ def _settings(
     trace: str | Path | None,
     calibration: str | Path | None,
     checksum: bool,
+    policy: PolicyName,
 ) -> Settings:
     slots = None if slots is None else whole("slots", slots, least=1)
     context = None if context is None else whole("context", context, least=1)
@@ -297,6 +305,8 @@ def _settings(
         prefetch = OFF
     elif not isinstance(prefetch, PrefetchConfig):
         raise InvalidRequest(f"prefetch={prefetch!r} must be a PrefetchConfig, 'off' or None")
+    if not isinstance(policy, str) or policy not in POLICIES:
+        raise InvalidRequest(f"policy={show(policy)} must be one of {', '.join(POLICIES)}")
     return Settings(
         model=model,
         memory=memory,
@@ -309,6 +319,7 @@ def _settings(
         prefetch=prefetch,
         calibration=path_argument("calibration", calibration),
         checksum=bool(checksum),
+        policy=policy,
     )
 
 

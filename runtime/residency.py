@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
-from .policy import LeastRecentlyUsed, Policy, PolicyFactory
+from .policy import Policy, PolicyFactory, least_recently_used
 
 NONE = -1
 
@@ -60,13 +61,15 @@ class Residency:
         self,
         experts: int,
         slots: int,
-        policy: PolicyFactory = LeastRecentlyUsed,
+        policy: PolicyFactory = least_recently_used,
         *,
         reserve: int = 1,
     ) -> None:
         self.experts = experts
         self.slots = slots
-        self._policy: Policy = policy()
+        self._policy: Policy = policy(experts, reserve)
+        self.uses = [0] * experts
+        """Layer calls that wanted each expert, hits and misses alike."""
         self._slot_of = [NONE] * experts
         self._expert_of = [NONE] * slots
         self._reading = bytearray(slots)
@@ -112,6 +115,23 @@ class Residency:
 
     # -- steps --------------------------------------------------------------------------------
 
+    def seed(self, heat: Sequence[float]) -> None:
+        """How much each expert was used by earlier runs; before anything else."""
+        self._policy.seed(heat)
+
+    def preload(self, expert: int) -> int:
+        """Give an absent expert a free slot for a read before anybody asks; -1 if there is none."""
+        if not self._free or self.room() <= self._reserve or self._slot_of[expert] != NONE:
+            return NONE
+        slot = self._free.pop()
+        self._put(expert, slot)
+        self._unpinnable += 1
+        return slot
+
+    def tokens(self, rows: Sequence[Sequence[int]]) -> None:
+        """A prompt is about to be acquired: the experts of its last tokens, in order."""
+        self._policy.tokens(rows)
+
     def acquire(self, experts: Sequence[int]) -> Acquired:
         """Pin a slot for each of these distinct experts, assigning slots to the absent ones.
 
@@ -125,10 +145,12 @@ class Residency:
         paid: list[int] = []
         guessed, used_at = self._guessed, self._used_at
         self._calls = now = self._calls + 1
-        used = self._policy.used
+        self._policy.routed(experts)
+        uses = self.uses
         for position, expert in enumerate(experts):
             slot = slot_of[expert]
             slots.append(slot)
+            uses[expert] += 1
             if slot == NONE:
                 absent.append(position)
                 continue
@@ -136,7 +158,6 @@ class Residency:
                 self._pinned += 1
                 self._unpinnable -= reading[slot]
             pins[slot] += 1
-            used(expert)
             used_at[slot] = now
             if guessed[slot]:
                 guessed[slot] = 0
@@ -159,18 +180,20 @@ class Residency:
         """
         if self.room() <= self._reserve:
             return False
-        if self._free:
-            return True
-        victim = self._victim()
-        if victim is None:
-            return False
-        return self._calls - self._used_at[self._slot_of[victim]] > self._protected
+        return bool(self._free) or self._spare_victim() is not None
 
     def guess(self, expert: int) -> int:
         """Give an absent expert a slot for a read that nobody waits for; -1 if none is spare."""
-        if not self.spare():
+        if self.room() <= self._reserve:
             return NONE
-        slot = self._take(expert)
+        if self._free:
+            slot = self._free.pop()
+        else:
+            victim = self._spare_victim()
+            if victim is None:
+                return NONE
+            slot = self._evict(victim)
+        self._put(expert, slot)
         self._guessed[slot] = 1
         self._unpinnable += 1
         return slot
@@ -179,30 +202,42 @@ class Residency:
         """Keep a resident expert that is predicted to be used soon."""
         slot = self._slot_of[expert]
         if slot != NONE:
-            self._policy.used(expert)
+            self._policy.keep(expert)
             self._used_at[slot] = self._calls
 
-    def _victim(self) -> int | None:
+    def _victim(self) -> int:
         for expert in self._policy.coldest():
             slot = self._slot_of[expert]
             if not self._pins[slot] and not self._reading[slot]:
                 return expert
+        raise IntegrityError("no slot can be given up: the call was larger than the room")
+
+    def _spare_victim(self) -> int | None:
+        """What a guess may take the slot of: of the colder half, what was not used lately.
+
+        The policy may well find an expert that was used once, just now, the coldest of all.
+        """
+        oldest = self._calls - self._protected
+        for expert in islice(self._policy.coldest(), (self.slots + 1) // 2):
+            slot = self._slot_of[expert]
+            if not self._pins[slot] and not self._reading[slot] and self._used_at[slot] < oldest:
+                return expert
         return None
 
     def _take(self, expert: int) -> int:
-        slot = self._free.pop() if self._free else self._evict()
+        slot = self._free.pop() if self._free else self._evict(self._victim())
+        self._put(expert, slot)
+        return slot
+
+    def _put(self, expert: int, slot: int) -> None:
         self._used_at[slot] = self._calls
         self._guessed[slot] = 0
         self._slot_of[expert] = slot
         self._expert_of[slot] = expert
         self._reading[slot] = 1
         self._policy.added(expert)
-        return slot
 
-    def _evict(self) -> int:
-        victim = self._victim()
-        if victim is None:
-            raise IntegrityError("no slot can be given up: the call was larger than the room")
+    def _evict(self, victim: int) -> int:
         slot = self._slot_of[victim]
         self._forget(victim)
         self.evictions += 1

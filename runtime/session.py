@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..io.errors import ReadFailed
+from .policies import DEFAULT_POLICY, PolicyName
 from .terminal import interrupts_held, note, progress_bar, show_error
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class EngineOptions:
     prefetch: str = "off"
     trace: str | None = None
     checksum: bool = False
+    policy: PolicyName = DEFAULT_POLICY
 
 
 async def open_engine(options: EngineOptions) -> Engine:

@@ -21,12 +21,15 @@ from ..io.loop import IoLoop
 from ..io.queue import Entry, Key
 from ..io.reader import RecordReader
 from ..io.records import Record
-from .policy import LeastRecentlyUsed, PolicyFactory
+from .policy import PolicyFactory, least_recently_used
 from .prefetch import OFF, PrefetchConfig
 from .residency import NONE, Acquired, Residency
 from .slots import SlotPool
 from .staging import Staging, copy_rows
 from .tracing import Tracer
+
+PRELOAD = 1 << 60
+"""Position of reads that nobody asks for: behind every guess, and never stale."""
 
 WINDOWS_KEPT = 1024
 """Times from asking to ready that are kept of each layer (arbitrary)."""
@@ -131,7 +134,7 @@ class ExpertStore:
         tracer: Tracer,
         top_k: Sequence[int] | None = None,
         prefetch: PrefetchConfig = OFF,
-        policy: PolicyFactory = LeastRecentlyUsed,
+        policy: PolicyFactory = least_recently_used,
     ) -> None:
         self._lock = threading.Lock()
         self._reader = reader
@@ -170,6 +173,11 @@ class ExpertStore:
         """How many distinct experts of the layer one call can hold now."""
         with self._lock:
             return self.groups[group].residency.room()
+
+    def tell_prompt(self, group: int, rows: Sequence[Sequence[int]]) -> None:
+        """The experts of a prompt's last tokens at this layer, before the prompt is demanded."""
+        with self._lock:
+            self.groups[group].residency.tokens(rows)
 
     def split(self, group: int, experts: Sequence[int]) -> tuple[list[int], list[int]]:
         """The experts in the order to compute them: those that are there, then the missing ones."""
@@ -373,6 +381,16 @@ class ExpertStore:
                 raise
         return futures
 
+    def preload(self, keys: Sequence[Key]) -> None:
+        """Read these experts, in this order, into free slots while the drive has nothing to do.
+
+        The first demand ends that: what has not begun by then waits for the spare time of guesses.
+        """
+        if keys:
+            guesses = tuple(Guess(key, PRELOAD, 1e-6) for key in keys)
+            grant = float(sum(self.groups[group].stored_bytes for group, _ in keys))
+            self._loop.submit(Ask(PRELOAD, -1, guesses=guesses, grant=grant))
+
     def take_wasted(self) -> list[int]:
         """Groups of the guesses that have been given up unused since the last call."""
         if not self._wasted:
@@ -411,6 +429,8 @@ class ExpertStore:
                 return slot
             if entry.demand or entry.position <= self._position:
                 return None
+            if entry.position == PRELOAD:
+                return self._begin_preload(key)
             begun = self._begin_guess(key)
             if begun is None:
                 self.counters.guesses_refused += 1
@@ -419,6 +439,13 @@ class ExpertStore:
             self.counters.guesses_begun += 1
             self._begun[key] = _Begun(time.perf_counter(), entry.position)
             return begun
+
+    def _begin_preload(self, key: Key) -> int | None:
+        slot = self.groups[key[0]].residency.preload(key[1])
+        if slot == NONE:
+            return None
+        self._flights[key] = Future()
+        return slot
 
     def _begin_guess(self, key: Key) -> int | None:
         group, expert = key
