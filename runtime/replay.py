@@ -145,7 +145,7 @@ class Replay:
         for route in routes:
             by_group.setdefault(route.group, []).append(route)
         self._caches = {
-            g: LayerCache(slots[g], policy_of(policy, own, experts[g]))
+            g: LayerCache(slots[g], policy_of(policy, own, experts[g]), record_bytes[g])
             for g, own in by_group.items()
         }
         prompts = prompt_forwards(routes)

@@ -14,6 +14,7 @@ from functools import partial
 from . import policies
 from .policy import LeastRecentlyUsed, Policy, PolicyFactory
 from .trace_records import Route
+from .waves import wave_size
 
 Calls = Sequence[tuple[int, ...]]
 """The routed experts of one layer, call by call; distinct within a call."""
@@ -99,10 +100,12 @@ class LayerCache:
     Args:
         slots: how many experts it holds, at least 1.
         policy: order of eviction.
+        record_bytes: of an expert; 0 where it is not known. Decides how large waves are.
     """
 
-    def __init__(self, slots: int, policy: Policy) -> None:
+    def __init__(self, slots: int, policy: Policy, record_bytes: int = 0) -> None:
         self.slots = slots
+        self._record_bytes = record_bytes
         self._policy = policy
         self.ready: set[int] = set()
         self.reading: set[int] = set()
@@ -166,19 +169,22 @@ class LayerCache:
         """The call has ended. If it was larger than the slots: go through it in waves."""
         waves, self._waves = self._waves, []
         unbooked, self._unbooked = self._unbooked, set()
+        bound = isinstance(self._policy, Belady)
         room = max(self.slots - len(self.reading), 1)
-        if isinstance(self._policy, Belady):
-            room = len(waves) or 1
+        size = len(waves) or 1 if bound else wave_size(room, self._record_bytes)
         held = len(self.ready) + len(self.reading) - len(unbooked)
-        for start in range(0, len(waves), room):
-            wave = waves[start : start + room]
+        before: list[int] = []  # is computed while the next wave is read
+        for start in range(0, len(waves), size):
+            wave = waves[start : start + size]
             self._policy.routed(wave)
+            kept = [*before, *wave] if size < room else wave
+            before = wave
             for expert in wave:
                 if expert in unbooked or expert not in self.ready:
-                    if held < self.slots or room > self.slots:
+                    if held < self.slots or bound:
                         held += 1
                     else:
-                        self._evict(self._victim(wave))
+                        self._evict(self._victim(kept))
                     self._policy.added(expert)
                     self.ready.add(expert)
                     unbooked.discard(expert)

@@ -24,6 +24,7 @@ from .readahead import ReadAhead
 from .residency import IntegrityError
 from .store import Demanded, ExpertStore
 from .tracing import Tracer
+from .waves import wave_size
 
 Check = Callable[[], None]
 
@@ -70,6 +71,14 @@ class Step:
     owner: int = -1
     check: Check = _no_check
     counters: StepCounters = field(default_factory=StepCounters)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wave:
+    """Experts of a call that are computed together."""
+
+    experts: list[int]
+    got: Demanded
 
 
 class ExpertStream:
@@ -366,37 +375,73 @@ class ExpertStream:
     ) -> mx.array:
         """A call that routes to more experts than fit: each wave computes the pairs of some.
 
-        Each (token, expert) pair is computed once and each expert read at most once. Rows are
-        put back into their places, so only the shape of the kernel calls differs from the
-        undivided one.
+        Each (token, expert) pair is computed once and each expert read at most once, the next wave
+        while this one is computed. Rows are put back into their places, so only the shape of the
+        kernel calls differs from the undivided one.
         """
-        store, table, top_k = self._store, self._tables[switch.group], shape[-1]
-        tokens = x.reshape(-1, x.shape[-1])
+        store, top_k = self._store, shape[-1]
         here, missing = store.split(switch.group, experts)
         waiting = here + missing
+        record_bytes = store.groups[switch.group].stored_bytes
+        size = wave_size(store.room(switch.group), record_bytes)
+        tokens = x.reshape(-1, x.shape[-1])
         outputs: list[mx.array] = []
         order: list[npt.NDArray[np.intp]] = []
-        while waiting:
-            self.step.check()
-            room = max(store.room(switch.group), 1)
-            wave, waiting = waiting[:room], waiting[room:]
-            slots = self._fetch(switch, wave)
-            if slots is None or not wave:
-                raise IntegrityError(f"layer {switch.layer} has no room for a wave")
-            table[wave] = slots
-            chosen = np.zeros(len(table), np.bool_)
-            chosen[wave] = True
-            pairs = np.flatnonzero(chosen[routed])
-            rows = tokens[mx.array((pairs // top_k).astype(np.uint32))]
-            ids = mx.array(table[routed[pairs]].reshape(-1, 1))
-            output = switch.inner(rows, ids)
-            self._outputs.append(output)
-            self._sync()
-            self.step.counters.waves += 1
-            outputs.append(output.squeeze(-2))
-            order.append(pairs)
+        wave = ahead = None
+        try:
+            while waiting or ahead is not None:
+                self.step.check()
+                wave, ahead = ahead or self._ask(switch, waiting, size), None
+                if wave is None:
+                    raise IntegrityError(f"layer {switch.layer} has no room for a wave")
+                ahead = self._ask(switch, waiting, size)
+                if wave.got.futures:
+                    self._wait(switch, wave.got)
+                pairs, output = self._compute_wave(switch, tokens, routed, top_k, wave)
+                self._pins.append((switch.group, wave.got.slots))
+                wave = None
+                self._sync()  # room for the wave after the next
+                self.step.counters.waves += 1
+                outputs.append(output.squeeze(-2))
+                order.append(pairs)
+        finally:
+            for asked in (wave, ahead):
+                if asked is not None:
+                    self._pins.append((switch.group, asked.got.slots))
         inverse = np.argsort(np.concatenate(order)).astype(np.uint32)
         return mx.concatenate(outputs)[mx.array(inverse)].reshape(*shape, -1)
+
+    def _ask(self, switch: StreamingSwitch, waiting: list[int], size: int) -> _Wave | None:
+        """Ask for the next wave, taking it off ``waiting``; None when there is none, or no room.
+
+        The caller books its pins.
+        """
+        experts = waiting[: min(size, self._store.room(switch.group))]
+        got = self._demand(switch, experts, []) if experts else None
+        if got is None:
+            return None
+        self._pins.pop()
+        del waiting[: len(experts)]
+        return _Wave(experts, got)
+
+    def _compute_wave(
+        self,
+        switch: StreamingSwitch,
+        tokens: mx.array,
+        routed: npt.NDArray[np.integer],
+        top_k: int,
+        wave: _Wave,
+    ) -> tuple[npt.NDArray[np.intp], mx.array]:
+        """Which pairs belong to a wave, and their outputs ``[pairs, 1, hidden]``."""
+        table = self._tables[switch.group]
+        table[wave.experts] = wave.got.slots
+        chosen = np.zeros(len(table), np.bool_)
+        chosen[wave.experts] = True
+        pairs = np.flatnonzero(chosen[routed])
+        rows = tokens[mx.array((pairs // top_k).astype(np.uint32))]
+        output: mx.array = switch.inner(rows, mx.array(table[routed[pairs]].reshape(-1, 1)))
+        self._outputs.append(output)
+        return pairs, output
 
     def _sync(self, *wanted: mx.array) -> None:
         """Evaluate these arrays and all outputs so far; unpin the slots that these have read."""
