@@ -108,6 +108,7 @@ def run(
     prefetch: options.Prefetch = "off",
     trace: options.Trace = None,
     checksum: options.Checksum = False,
+    read_timeout: options.ReadTimeout = None,
     debug: options.Debug = False,
 ) -> None:
     """Generate text behind a prompt."""
@@ -127,7 +128,17 @@ def run(
         "ignore_eos": ignore_eos,
     }
     opened = EngineOptions(
-        model, memory, slots, context, dtype, not no_direct, lanes, prefetch, trace, checksum
+        model,
+        memory,
+        slots,
+        context,
+        dtype,
+        not no_direct,
+        lanes,
+        prefetch,
+        trace,
+        checksum,
+        read_timeout,
     )
     text = read_prompt(prompt)
     request = messages(text, system) if chat else text
@@ -172,6 +183,7 @@ def chat(
     prefetch: options.Prefetch = "off",
     trace: options.Trace = None,
     checksum: options.Checksum = False,
+    read_timeout: options.ReadTimeout = None,
     debug: options.Debug = False,
 ) -> None:
     """Talk with a model, line by line."""
@@ -190,7 +202,17 @@ def chat(
         "ignore_eos": ignore_eos,
     }
     opened = EngineOptions(
-        model, memory, slots, context, dtype, not no_direct, lanes, prefetch, trace, checksum
+        model,
+        memory,
+        slots,
+        context,
+        dtype,
+        not no_direct,
+        lanes,
+        prefetch,
+        trace,
+        checksum,
+        read_timeout,
     )
     talk(opened, sampling, system=system, stats=not no_stats)
 

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..io.loop import IoLoop
+from ..io.loop import READ_TIMEOUT, IoLoop
 from ..io.reader import RecordReader
 from ..io.records import Record
 from ..models.experts import SiteUse, expert_parameters, install_parameters
@@ -70,6 +70,7 @@ class Settings:
     prefetch: PrefetchConfig = OFF
     calibration: Path | None = None
     checksum: bool = False
+    read_timeout: float = READ_TIMEOUT
 
 
 @dataclass(slots=True)
@@ -201,7 +202,12 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
             top_k=top_k,
             prefetch=prefetch,
         )
-        loop = IoLoop(store, lanes=settings.lanes, lookahead_price=prefetch.lookahead_price)
+        loop = IoLoop(
+            store,
+            lanes=settings.lanes,
+            lookahead_price=prefetch.lookahead_price,
+            read_timeout=settings.read_timeout,
+        )
         stack.enter_context(loop)
         store.connect(loop)
         if tracer.enabled:

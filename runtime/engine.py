@@ -13,8 +13,9 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypedDict, Unpack
 
 from ..io.errors import MoestreamError
+from ..io.loop import READ_TIMEOUT
 from .api import Chunk, Generation, Statistics
-from .arguments import path_argument, whole
+from .arguments import path_argument, real, whole
 from .assembly import Progress
 from .compute import ComputeThread
 from .core import DEFAULT_LANES, Core, Settings, running_core
@@ -78,6 +79,7 @@ class Engine:
         trace: str | Path | None = None,
         progress: Progress | None = None,
         checksum: bool = False,
+        read_timeout: float = READ_TIMEOUT,
     ) -> Engine:
         """Open a model.
 
@@ -100,6 +102,8 @@ class Engine:
             progress: called on the compute thread with (bytes, bytes in all) while loading.
             checksum: check every record that is read against the checksums of a packed store; one
                 that does not match fails the request with ``ChecksumMismatch``.
+            read_timeout: seconds after which a read to which the drive does not answer fails its
+                request with ``ReadTimeout``; the engine goes on without the slot until it does.
 
         Raises:
             MoestreamError: one of its subclasses says what is wrong and what would do.
@@ -116,6 +120,7 @@ class Engine:
             trace,
             calibration,
             checksum,
+            read_timeout,
         )
         given_up = threading.Event()
 
@@ -287,6 +292,7 @@ def _settings(
     trace: str | Path | None,
     calibration: str | Path | None,
     checksum: bool,
+    read_timeout: float,
 ) -> Settings:
     slots = None if slots is None else whole("slots", slots, least=1)
     context = None if context is None else whole("context", context, least=1)
@@ -309,6 +315,7 @@ def _settings(
         prefetch=prefetch,
         calibration=path_argument("calibration", calibration),
         checksum=bool(checksum),
+        read_timeout=real("read_timeout", read_timeout, 0.001, 1e6),
     )
 
 

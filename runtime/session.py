@@ -35,6 +35,7 @@ class EngineOptions:
     prefetch: str = "off"
     trace: str | None = None
     checksum: bool = False
+    read_timeout: float | None = None
 
 
 async def open_engine(options: EngineOptions) -> Engine:
@@ -43,8 +44,9 @@ async def open_engine(options: EngineOptions) -> Engine:
     from .prefetch import PrefetchConfig
 
     arguments: dict[str, Any] = asdict(options)
-    if options.lanes is None:  # the engine knows its default
-        del arguments["lanes"]
+    for name in ("lanes", "read_timeout"):  # the engine knows its defaults
+        if arguments[name] is None:
+            del arguments[name]
     if options.prefetch == "on":
         arguments["prefetch"] = PrefetchConfig()
     with progress_bar("loading", sizes=True) as progress:

@@ -286,6 +286,7 @@ def test_run_passes_every_option_on(model: str, monkeypatch: pytest.MonkeyPatch)
         *("--stop", "a", "--stop", "b", "--ignore-eos", "--memory", "8GB", "--slots", "4"),
         *("--context", "99", "--dtype", "float32", "--no-direct", "--lanes", "2"),
         *("--prefetch", "off", "--trace", "t", "--checksum"),
+        *("--read-timeout", "2.5"),
         code=1,
     )
     assert seen == {
@@ -308,6 +309,7 @@ def test_run_passes_every_option_on(model: str, monkeypatch: pytest.MonkeyPatch)
         "prefetch": "off",
         "trace": "t",
         "checksum": True,
+        "read_timeout": 2.5,
         "progress": None,
     }
 
