@@ -219,6 +219,18 @@ class Lanes:
         if tell:
             self._report()
 
+    def part(self, read: Read) -> None:
+        """Another layer call waits for the read, too: its end is told by itself."""
+        with self._lock:
+            batch, read.batch = read.batch, None
+            if batch is None:
+                return
+            batch.left -= read.left > 0
+            tell = (not batch.left or not read.left) and not self._told
+            self._told = self._told or tell
+        if tell:
+            self._report()
+
     def collect(self) -> list[Job]:
         """The jobs that have ended since the last call."""
         with self._lock:

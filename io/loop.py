@@ -237,16 +237,19 @@ class IoLoop:
                 self._promote(key)
                 continue
             entry = queue.get(key)
-            if entry is not None and not entry.demand:
-                self._host.promoted(key)
-            queue.demand(key, ask.owner, ask.position)
-            if key not in self._batches:
+            if entry is not None and entry.demand:
+                self._part(key)
+            else:
+                if entry is not None:
+                    self._host.promoted(key)
                 self._batches[key] = batch
                 batch.left += 1
+            queue.demand(key, ask.owner, ask.position)
         for key in ask.joins:
             entry = queue.get(key)
             if entry is not None and entry.demand:  # else the end of its first owner would end it
                 queue.demand(key, ask.owner, ask.position)
+            self._part(key)
             self._promote(key)
         if (ask.demands or ask.joins) and self._busy[False]:
             self._delayed_bytes += sum(
@@ -260,6 +263,13 @@ class IoLoop:
         # Idle time cannot be saved up: what was not used before this message is gone.
         self._credit = min(self._credit, 0.0) + ask.grant
         return queue.drop_stale(ask.position + 1)
+
+    def _part(self, key: Key) -> None:
+        """A second layer call waits for the read; it must not wait for the others of the first."""
+        if key in self._reads:
+            self._lanes.part(self._reads[key])
+        elif (batch := self._batches.pop(key, None)) is not None:
+            self._lanes.settle(batch)
 
     def _promote(self, key: Key) -> None:
         read = self._reads.get(key)
