@@ -110,6 +110,7 @@ def run(
     policy: options.Policy = DEFAULT_POLICY,
     trace: options.Trace = None,
     checksum: options.Checksum = False,
+    read_timeout: options.ReadTimeout = None,
     debug: options.Debug = False,
 ) -> None:
     """Generate text behind a prompt."""
@@ -140,6 +141,7 @@ def run(
         trace,
         checksum,
         policy,
+        read_timeout,
     )
     text = read_prompt(prompt)
     request = messages(text, system) if chat else text
@@ -185,6 +187,7 @@ def chat(
     policy: options.Policy = DEFAULT_POLICY,
     trace: options.Trace = None,
     checksum: options.Checksum = False,
+    read_timeout: options.ReadTimeout = None,
     debug: options.Debug = False,
 ) -> None:
     """Talk with a model, line by line."""
@@ -214,6 +217,7 @@ def chat(
         trace,
         checksum,
         policy,
+        read_timeout,
     )
     talk(opened, sampling, system=system, stats=not no_stats)
 

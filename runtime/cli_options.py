@@ -201,6 +201,16 @@ Checksum = Annotated[
         rich_help_panel=_ENGINE,
     ),
 ]
+ReadTimeout = Annotated[
+    float | None,
+    typer.Option(
+        min=0.001,
+        metavar="SECONDS",
+        show_default="60",
+        help="Fail a request when the drive does not answer to a read for so long.",
+        rich_help_panel=_ENGINE,
+    ),
+]
 NoStats = Annotated[bool, flag("--no-stats", "Print no figures behind the answer.")]
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="System message of the chat.")]
 

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..io.loop import IoLoop
+from ..io.loop import READ_TIMEOUT, IoLoop
 from ..io.reader import RecordReader
 from ..io.records import Record
 from ..models.experts import SiteUse, expert_parameters, install_parameters
@@ -73,6 +73,7 @@ class Settings:
     calibration: Path | None = None
     checksum: bool = False
     policy: PolicyName = DEFAULT_POLICY
+    read_timeout: float = READ_TIMEOUT
 
 
 @dataclass(slots=True)
@@ -205,7 +206,12 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
             prefetch=prefetch,
             policy=POLICIES[settings.policy],
         )
-        loop = IoLoop(store, lanes=settings.lanes, lookahead_price=prefetch.lookahead_price)
+        loop = IoLoop(
+            store,
+            lanes=settings.lanes,
+            lookahead_price=prefetch.lookahead_price,
+            read_timeout=settings.read_timeout,
+        )
         stack.enter_context(loop)
         store.connect(loop)
         if tracer.enabled:

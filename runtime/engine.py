@@ -13,8 +13,9 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypedDict, Unpack
 
 from ..io.errors import MoestreamError
+from ..io.loop import READ_TIMEOUT
 from .api import Chunk, Generation, Statistics
-from .arguments import path_argument, show, whole
+from .arguments import path_argument, real, show, whole
 from .assembly import Progress
 from .compute import ComputeThread
 from .core import DEFAULT_LANES, Core, Settings, running_core
@@ -80,6 +81,7 @@ class Engine:
         trace: str | Path | None = None,
         progress: Progress | None = None,
         checksum: bool = False,
+        read_timeout: float = READ_TIMEOUT,
     ) -> Engine:
         """Open a model.
 
@@ -106,6 +108,8 @@ class Engine:
             progress: called on the compute thread with (bytes, bytes in all) while loading.
             checksum: check every record that is read against the checksums of a packed store; one
                 that does not match fails the request with ``ChecksumMismatch``.
+            read_timeout: seconds after which a read to which the drive does not answer fails its
+                request with ``ReadTimeout``; the engine goes on without the slot until it does.
 
         Raises:
             MoestreamError: one of its subclasses says what is wrong and what would do.
@@ -123,6 +127,7 @@ class Engine:
             calibration,
             checksum,
             policy,
+            read_timeout,
         )
         given_up = threading.Event()
 
@@ -295,6 +300,7 @@ def _settings(
     calibration: str | Path | None,
     checksum: bool,
     policy: PolicyName,
+    read_timeout: float,
 ) -> Settings:
     slots = None if slots is None else whole("slots", slots, least=1)
     context = None if context is None else whole("context", context, least=1)
@@ -320,6 +326,7 @@ def _settings(
         calibration=path_argument("calibration", calibration),
         checksum=bool(checksum),
         policy=policy,
+        read_timeout=real("read_timeout", read_timeout, 0.001, 1e6),
     )
 
 

@@ -265,6 +265,35 @@ class Residency:
             self._unpinnable -= 1
             self._free.append(slot)
 
+    def abandoned(self, expert: int) -> int:
+        """The read was given up but may still write: the expert is absent, its slot out of use.
+
+        Returns the slot, for ``returned``. Until then it counts as being read into.
+        """
+        slot = self._slot_of[expert]
+        self._forget(expert)
+        return slot
+
+    def returned(self, slot: int) -> None:
+        """Nothing writes into this slot any more whose read was given up."""
+        self._reading[slot] = 0
+        if not self._pins[slot]:
+            self._unpinnable -= 1
+            self._free.append(slot)
+
+    @property
+    def pinned(self) -> int:
+        """Slots that somebody has pinned."""
+        return self._pinned
+
+    @property
+    def quarantined(self) -> int:
+        """Slots out of use since the reads into them were given up and have not returned."""
+        return sum(map(self._is_quarantined, range(self.slots)))
+
+    def _is_quarantined(self, slot: int) -> bool:
+        return self._reading[slot] > 0 and self._expert_of[slot] == NONE
+
     def release(self, slots: Sequence[int]) -> None:
         """Take one pin off each slot. The evaluation that read them must have completed."""
         pins = self._pins
@@ -283,7 +312,7 @@ class Residency:
         """Raise IntegrityError unless the books balance.
 
         Args:
-            idle: also demand that nothing is pinned or being read.
+            idle: also demand that nothing is pinned or being read, but for reads given up.
         """
         held = [slot for slot in range(self.slots) if self._expert_of[slot] != NONE]
         for slot in held:
@@ -293,8 +322,10 @@ class Residency:
         _check(len(set(self._free)) == len(self._free), "a slot is free twice")
         _check(not set(self._free) & set(held), "a free slot holds an expert")
         empty_pinned = sum(
-            self._expert_of[slot] == NONE and pin > 0 for slot, pin in enumerate(self._pins)
+            self._expert_of[slot] == NONE and (pin > 0 or self._is_quarantined(slot))
+            for slot, pin in enumerate(self._pins)
         )
+        _check(not any(self._reading[slot] for slot in self._free), "a slot is free and read into")
         total = len(self._free) + len(held) + empty_pinned
         _check(total == self.slots, f"{total} slots are accounted for, {self.slots} exist")
         _check(set(self._policy.coldest()) == {self._expert_of[s] for s in held}, "policy drifted")
@@ -304,7 +335,8 @@ class Residency:
         _check(self._unpinnable == loose, "count of unpinned reads drifted")
         if idle:
             _check(self._pinned == 0, f"{self._pinned} slots are pinned while idle")
-            _check(not any(self._reading), "a slot is being read while idle")
+            reading = sum(map(bool, self._reading)) - self.quarantined
+            _check(reading == 0, "a slot is being read while idle")
 
 
 def _check(holds: bool, problem: str) -> None:

@@ -37,6 +37,7 @@ class EngineOptions:
     trace: str | None = None
     checksum: bool = False
     policy: PolicyName = DEFAULT_POLICY
+    read_timeout: float | None = None
 
 
 async def open_engine(options: EngineOptions) -> Engine:
@@ -45,8 +46,9 @@ async def open_engine(options: EngineOptions) -> Engine:
     from .prefetch import PrefetchConfig
 
     arguments: dict[str, Any] = asdict(options)
-    if options.lanes is None:  # the engine knows its default
-        del arguments["lanes"]
+    for name in ("lanes", "read_timeout"):  # the engine knows its defaults
+        if arguments[name] is None:
+            del arguments[name]
     if options.prefetch == "on":
         arguments["prefetch"] = PrefetchConfig()
     with progress_bar("loading", sizes=True) as progress:

@@ -141,7 +141,7 @@ async def cell(
             engine = await Engine.open(model, slots=slots, prefetch=ARMS[arm])
             engines[arm] = await stack.enter_async_context(engine)
             if rate:
-                engine._core.store._reader._preadv = Throttle(rate)
+                engine._core.store.reader.preadv = Throttle(rate)
             await answer(engine, "Hello!", 48)
         for turn, question in enumerate(QUESTIONS[:questions]):
             order = list(arms[turn % len(arms) :]) + list(arms[: turn % len(arms)])

@@ -32,7 +32,7 @@ LANES = 8
 
 def bandwidth(store: ExpertStore, seconds: float) -> float:
     """Bytes per second of random experts, read into the slots that they would go to."""
-    groups, reader = store.groups, store._reader
+    groups, reader = store.groups, store.reader
     end = time.perf_counter() + seconds
 
     def lane(number: int) -> int:

@@ -286,6 +286,7 @@ def test_run_passes_every_option_on(model: str, monkeypatch: pytest.MonkeyPatch)
         *("--stop", "a", "--stop", "b", "--ignore-eos", "--memory", "8GB", "--slots", "4"),
         *("--context", "99", "--dtype", "float32", "--no-direct", "--lanes", "2"),
         *("--prefetch", "off", "--trace", "t", "--checksum", "--policy", "lru"),
+        *("--read-timeout", "2.5"),
         code=1,
     )
     assert seen == {
@@ -309,6 +310,7 @@ def test_run_passes_every_option_on(model: str, monkeypatch: pytest.MonkeyPatch)
         "trace": "t",
         "checksum": True,
         "policy": "lru",
+        "read_timeout": 2.5,
         "progress": None,
     }
 
