@@ -8,24 +8,35 @@ hypothesis thinks of is carried out as it is, and what must hold at rest can be 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import itertools
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from moestream.io.asks import Ask, Guess, Purge, ReadHost
 from moestream.io.errors import ReadsPurged
 from moestream.io.lanes import Batch, Job, Lanes, Read
+from moestream.io.faults import FaultyDrive
 from moestream.io.loop import IoLoop
 from moestream.io.queue import Entry, Key
+from moestream.io.reader import RecordReader
+from moestream.runtime.prefetch import PrefetchConfig
+from moestream.runtime.store import Demanded, ExpertStore
+from moestream.runtime.tracing import Tracer
 
-from .fakes import TIMEOUT
+from .fakes import TIMEOUT, Tensor, join_lanes, write_packed, write_stacked
 
 TRIES = 500
 """How often the test looks whether all has come to rest."""
@@ -469,3 +480,166 @@ async def test_a_job_is_collected_only_when_its_read_is_known_to_have_ended() ->
     for thread in lanes._threads:
         thread.join(TIMEOUT)
     assert over == {read} or not lanes._running and read.left
+
+
+# -- the real store -----------------------------------------------------------------------------
+
+EXPERTS, SLOTS = 8, (4, 5)
+TENSORS = (Tensor("up.weight", (16, 4)), Tensor("up.scales", (16,), "BF16", "F32"))
+
+
+@dataclass
+class Call:
+    """A layer call that has not let go of its slots."""
+
+    group: int
+    experts: list[int]
+    got: Demanded
+    owner: int
+
+
+class Bench:
+    """The real store on the real loop, with a drive that fails and hangs when it is told to."""
+
+    def __init__(self, folder: Path, drive: FaultyDrive, prefetch: PrefetchConfig) -> None:
+        self.layers = [
+            write_stacked(folder / "stacked", TENSORS, experts=EXPERTS, layer=4),
+            write_packed(folder / "packed", TENSORS, experts=EXPERTS, layer=5),
+        ]
+        records = [layer.record for layer in self.layers]
+        self.reader = RecordReader(records, preadv=drive)
+        self.drive = drive
+        self.store = ExpertStore(
+            records, SLOTS, self.reader, tracer=Tracer(None), top_k=[2, 2], prefetch=prefetch
+        )
+        self.calls: list[Call] = []
+        self.wrong: list[str] = []
+        self.futures = 0
+        self._writers: set[int] = set()
+        self._lock = threading.Lock()
+        self._read_job = self.reader.read_job
+        self.reader.read_job = self._alone  # type: ignore[method-assign]
+
+    def _alone(self, group: int, expert: int, job: int, rows: Sequence[memoryview]) -> int:
+        """Nobody else may write to these rows meanwhile."""
+        place = ctypes.addressof(ctypes.c_char.from_buffer(rows[0]))
+        with self._lock:
+            if place in self._writers:
+                self.wrong.append(f"{(group, expert)} is read into a slot that is written to")
+            self._writers.add(place)
+        try:
+            return self._read_job(group, expert, job, rows)
+        finally:
+            with self._lock:
+                self._writers.discard(place)
+
+    def demand(self, owner: int, position: int, group: int, experts: list[int], more: Any) -> None:
+        guesses = [Guess((g, e), position + ahead, chance) for (g, e), ahead, chance in more]
+        got = self.store.demand(
+            group, experts, owner=owner, position=position, guesses=guesses, grant=1e6
+        )
+        if got is not None:
+            self.futures += len(got.futures)
+            self.calls.append(Call(group, experts, got, owner))
+
+    def end(self, loop: IoLoop, which: int) -> None:
+        """Wait for a call, look at its bytes, and let go of it."""
+        if not self.calls:
+            return
+        call = self.calls.pop(which % len(self.calls))
+        errors = [self._error(loop, future) for future in call.got.futures]
+        if not any(errors):
+            for expert, slot in zip(call.experts, call.got.slots, strict=True):
+                rows = [bytes(row) for row in self.store.groups[call.group].pool.rows(slot)]
+                if rows != self.layers[call.group].expected(expert):
+                    self.wrong.append(f"{(call.group, expert)} has other bytes")
+        self.store.release(call.group, call.got.slots)
+
+    def _error(self, loop: IoLoop, future: Future[None]) -> BaseException | None:
+        for _ in range(TRIES):
+            with suppress(TimeoutError):
+                return future.exception(0.005)
+            if self.drive.hanging:  # the time of these reads is over
+                loop.start(partial(_do, partial(loop._give_up_late, time.monotonic())))
+        raise AssertionError("a call is never told that its reads have ended")
+
+
+async def _do(function: Callable[[], None]) -> None:
+    function()
+
+
+STORE_OPERATIONS = st.one_of(
+    st.tuples(
+        st.just("demand"),
+        OWNERS,
+        st.integers(0, 1),
+        st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=4, unique=True),
+        st.lists(
+            st.tuples(
+                st.tuples(st.integers(0, 1), st.integers(0, EXPERTS - 1)),
+                st.integers(1, 4),
+                st.sampled_from([0.2, 1.0]),
+            ),
+            max_size=3,
+        ),
+    ),
+    st.tuples(st.just("end"), st.integers(0, 3)),
+    st.tuples(st.just("end"), st.integers(0, 3)),
+    st.tuples(st.just("fault"), st.sampled_from(["error", "short", "hang"]), st.integers(1, 4)),
+    st.tuples(st.just("answer")),
+    st.tuples(st.just("purge"), OWNERS),
+)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    lanes=st.integers(1, 3),
+    destination=st.sampled_from(["slots", "staging"]),
+    operations=st.lists(STORE_OPERATIONS, min_size=10, max_size=50),
+    end=st.sampled_from(["answer", "close"]),
+)
+def test_slots_have_one_owner_and_futures_end(
+    tmp_path_factory: pytest.TempPathFactory,
+    lanes: int,
+    destination: Any,
+    operations: list[tuple[Any, ...]],
+    end: str,
+) -> None:
+    prefetch = PrefetchConfig(destination=destination, staging_bytes=1 << 14)
+    with FaultyDrive() as drive:
+        bench = Bench(tmp_path_factory.mktemp("bench"), drive, prefetch)
+        store = bench.store
+        with IoLoop(store, lanes=lanes, grace=0.05) as loop:
+            store.connect(loop)
+            try:
+                for position, operation in enumerate(operations):
+                    match operation:
+                        case ("demand", owner, group, experts, guesses):
+                            bench.demand(owner, position, group, experts, guesses)
+                        case ("end", which):
+                            bench.end(loop, which)
+                        case ("fault", kind, at):
+                            drive.plan(kind, at)
+                        case ("answer",):
+                            drive.answer()
+                        case ("purge", owner):
+                            store.purge(owner)
+                    store.check_integrity()
+                    assert loop.failure is None
+                while end == "answer" and bench.calls:
+                    bench.end(loop, 0)
+            finally:
+                if end == "answer":
+                    drive.forget()
+                    drive.answer()
+        for call in bench.calls:  # the loop has been closed under them
+            for future in call.got.futures:
+                assert future.done()
+            store.release(call.group, call.got.slots)
+        assert not bench.wrong, bench.wrong
+        store.check_integrity(idle=True)
+        assert not store._flights
+        drive.forget()
+        drive.answer()
+        join_lanes()
+        bench.reader.close()
