@@ -494,7 +494,7 @@ class ExpertStore:
 
     def abandoned(self, key: Key, slot: int, error: BaseException) -> Callable[[], None]:
         """Make the expert absent and tell whoever waits; its slot is free when the read returns."""
-        logger.warning("%s", error)
+        logger.info("%s", error)
         self._tracer.queue("timeout", *key)
         return self._end(key, 0, error, hanging=True)
 

@@ -27,8 +27,8 @@ from hypothesis import strategies as st
 
 from moestream.io.asks import Ask, Guess, Purge, ReadHost
 from moestream.io.errors import ReadsPurged
-from moestream.io.lanes import Batch, Job, Lanes, Read
 from moestream.io.faults import FaultyDrive
+from moestream.io.lanes import Batch, Job, Lanes, Read
 from moestream.io.loop import IoLoop
 from moestream.io.queue import Entry, Key
 from moestream.io.reader import RecordReader
@@ -470,16 +470,21 @@ async def test_a_job_is_collected_only_when_its_read_is_known_to_have_ended() ->
     def collect() -> None:
         over.update(job.read for job in lanes.collect() if not job.read.left)
 
-    lanes = Lanes(1, lambda key, slot, job: 1, collect)
+    begun = threading.Event()
+
+    def work(key: Key, slot: int, job: int) -> int:
+        begun.set()
+        return 1
+
+    lanes = Lanes(1, work, collect)
     lanes._lock = Nosy(lanes, collect)  # type: ignore[assignment]
     done = asyncio.get_running_loop().create_future()
     read = Read((0, 0), 0, True, [1], done, Batch(1))
     lanes.start()
     lanes.put(Job(read, 0, True))
-    lanes.stop(wait=False)
-    for thread in lanes._threads:
-        thread.join(TIMEOUT)
-    assert over == {read} or not lanes._running and read.left
+    assert await asyncio.to_thread(begun.wait, TIMEOUT)
+    lanes.stop(wait=True)
+    assert over == {read}
 
 
 # -- the real store -----------------------------------------------------------------------------
