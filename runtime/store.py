@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ..io.asks import Ask, Guess, Purge
-from ..io.errors import LoopClosed
+from ..io.errors import LoopClosed, loop_died
 from ..io.loop import IoLoop
 from ..io.queue import Entry, Key
 from ..io.reader import RecordReader
@@ -537,7 +537,7 @@ class ExpertStore:
                     else:
                         residency.failed(expert)
         except BaseException as bug:  # kills the loop; whoever waits must not wait for ever
-            error = bug
+            error = loop_died(bug)
             raise
         finally:
             _complete(flights, error)

@@ -26,16 +26,6 @@ LIMIT = 60.0
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory, demo: Path) -> Path:
-    """The demo model as a packed store: its reads can be checked."""
-    from moestream.runtime.packing import pack_model
-
-    target = tmp_path_factory.mktemp("packed") / "store"
-    pack_model(demo, target)
-    return target
-
-
-@pytest.fixture(scope="module")
 def drive() -> Iterator[FaultyDrive]:
     with FaultyDrive(slow=0.02) as drive:
         yield drive
