@@ -261,7 +261,7 @@ class Machine:
         """Give up the jobs that a lane began before some other one, and that one."""
         running = sorted(job.since for job in self.loop._lanes._running)
         if running:
-            self._on_loop(partial(self.loop._give_up_late, running[which % len(running)]))
+            self._on_loop(partial(self.loop._give_up_late, running[which % len(running)] + 0.5))
 
     def purge(self, owner: int) -> None:
         self.calls = [call for call in self.calls if call[0] != owner]

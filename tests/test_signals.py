@@ -61,9 +61,7 @@ def test_a_signal_ends_a_run_cleanly(
     arguments += ["--ignore-eos", "--max-tokens", "1900"]
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", MAIN.format(patch=patch), *arguments]
-    with subprocess.Popen(
-        command, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT
-    ) as process:
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT) as process:
         try:
             assert process.stdout is not None
             first = process.stdout.readline() if patch else process.stdout.read(1)

@@ -20,13 +20,17 @@ from .trace_schema import BadTrace, check_trace
 PROMPT = "Once upon a time"
 
 
+def check_file(path: Path) -> dict[str, int]:
+    return check_trace(json.loads(path.read_text()))
+
+
 async def traced(demo: Path, path: Path, tokens: int, **settings: Any) -> dict[str, int]:
     """Generate, and check the trace; returns its counts of events."""
     async with await Engine.open(demo, slots=16, trace=path, **settings) as engine:
         result = await engine.generate(PROMPT, max_tokens=tokens, ignore_eos=True)
         assert len(result.tokens) == tokens
     assert engine.statistics().trace_events_dropped == 0
-    counts = check_trace(json.loads(path.read_text()))
+    counts = check_file(path)
     assert counts["token"] == tokens
     return counts
 
