@@ -97,7 +97,7 @@ async def test_the_loop_dies_while_a_read_is_given_up(demo: Path) -> None:
             real(*arguments)
             raise cause
 
-        engine._core.store.abandoned = deadly  # type: ignore[method-assign]
+        setattr(engine._core.store, "abandoned", deadly)  # noqa: B010
         drive.plan("hang")
         for outcome in await outcomes(engine, 2):
             # The first one heard of the read before the loop died of it.

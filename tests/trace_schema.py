@@ -18,7 +18,7 @@ EVENTS: dict[str, dict[str, tuple[type, ...]]] = {
 }
 """Phase of an event -> its fields, all of which it must have, and no others."""
 
-METADATA = {
+METADATA: dict[str, dict[str, tuple[type, ...]]] = {
     "thread_name": {"name": TEXT},
     "process_name": {"name": TEXT},
     "thread_sort_index": {"sort_index": WHOLE},
