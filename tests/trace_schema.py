@@ -7,7 +7,13 @@ from typing import Any
 
 NUMBER, WHOLE, TEXT, OBJECT = (int, float), (int,), (str,), (dict,)
 
-COMMON = {"ph": TEXT, "name": TEXT, "pid": WHOLE, "tid": WHOLE, "args": OBJECT}
+COMMON: dict[str, tuple[type, ...]] = {
+    "ph": TEXT,
+    "name": TEXT,
+    "pid": WHOLE,
+    "tid": WHOLE,
+    "args": OBJECT,
+}
 EVENTS: dict[str, dict[str, tuple[type, ...]]] = {
     "X": {**COMMON, "ts": NUMBER, "dur": NUMBER},  # a span
     "i": {**COMMON, "ts": NUMBER, "s": TEXT},  # an instant
