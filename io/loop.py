@@ -453,6 +453,8 @@ class IoLoop:
         for job in self._lanes.take_back():
             self._busy[job.demand] -= 1
             job.read.running -= 1
+            if job.read.over:  # it was given up, and the drive has answered since
+                self._complete(job.read)
         for read in list(self._reads.values()):
             if read.left:
                 self._withdraw(read, self._timeout(stuck))

@@ -283,7 +283,9 @@ class Machine:
         for _ in range(TRIES):
             expected = self._on_loop(self._at_gate)
             with self.host.changed:
-                if len(self._stops_that_count()) == expected == self._at_gate():
+                counting = len(self._stops_that_count())
+                lost = len(self.host.stops) - counting
+                if counting == expected == self._at_gate() and lost == self._lost():
                     break
                 self.host.changed.wait(0.002)
         else:
@@ -294,6 +296,11 @@ class Machine:
     def _stops_that_count(self) -> list[Stop]:
         lost = {(j.read.key, j.read.slot, j.index) for j in self.loop._lanes._lost}
         return [stop for stop in self.host.stops if stop.place not in lost]
+
+    def _lost(self) -> int:
+        """How many jobs that were given up have not come back to the loop."""
+        lanes = self.loop._lanes
+        return len(lanes._lost) + sum(job.lost for job in list(lanes._finished))
 
     def _at_gate(self) -> int:
         """How many jobs have to be at the gate when the lanes have come to rest."""
