@@ -285,7 +285,8 @@ class Machine:
             with self.host.changed:
                 counting = len(self._stops_that_count())
                 lost = len(self.host.stops) - counting
-                if counting == expected == self._at_gate() and lost == self._lost():
+                told = self.loop._lanes._told  # a lane is about to report, or has done so
+                if counting == expected == self._at_gate() and lost == self._lost() and not told:
                     break
                 self.host.changed.wait(0.002)
         else:
