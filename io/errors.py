@@ -118,3 +118,10 @@ class ReadsPurged(MoestreamError):
 
 class LoopClosed(MoestreamError):
     """The I/O loop has been closed, or has died, and takes no more reads."""
+
+
+def loop_died(cause: BaseException) -> LoopClosed:
+    """What those get who wait for reads of a loop that has died."""
+    error = LoopClosed(f"the I/O loop died: {cause!r}")
+    error.__cause__ = cause
+    return error

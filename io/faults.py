@@ -1,4 +1,4 @@
-"""A drive with faults, for tests and for `moestream doctor --chaos`: replaces ``os.preadv``."""
+"""A drive with faults, for tests and `moestream doctor --chaos`: stands in for ``os.preadv``."""
 
 from __future__ import annotations
 

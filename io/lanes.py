@@ -251,7 +251,7 @@ class Lanes:
         They are ``collect``-ed like others once the drive has answered.
         """
         with self._lock:
-            lost = [job for job in self._running if job.since <= before]
+            lost = [job for job in self._running if job.since < before]
             for job in lost:
                 job.lost = True
                 self._lost[job] = self._running[job]

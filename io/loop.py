@@ -15,7 +15,7 @@ from typing import Any, Self
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from .asks import Ask, Purge, ReadHost
-from .errors import LoopClosed, ReadsPurged
+from .errors import LoopClosed, ReadsPurged, loop_died
 from .lanes import Batch, Job, Lanes, Read
 from .meter import DriveStatistics
 from .queue import Entry, Key, ReadQueue
@@ -453,6 +453,8 @@ class IoLoop:
         for job in self._lanes.take_back():
             self._busy[job.demand] -= 1
             job.read.running -= 1
+            if job.read.over:  # it was given up, and the drive has answered since
+                self._complete(job.read)
         for read in list(self._reads.values()):
             if read.left:
                 self._withdraw(read, self._timeout(stuck))
@@ -470,7 +472,7 @@ class IoLoop:
             self._closed = True
             self._failure = self._failure or error
         self._take_messages()
-        self._drop_all(LoopClosed(f"the I/O loop died: {error!r}"))
+        self._drop_all(loop_died(error))
 
     def _drop_all(self, reason: BaseException) -> None:
         self._give_up(self._queue.clear(), reason)

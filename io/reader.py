@@ -221,11 +221,17 @@ class RecordReader:
 
 
 def open_direct(path: Path) -> int | None:
-    """Open a file for reads past the page cache; None where the file system refuses."""
+    """Open a file for reads past the page cache; None where the file system refuses.
+
+    Raises:
+        OSError: no more files can be open at once.
+    """
     direct = 0 if sys.platform == "darwin" else os.O_DIRECT
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | direct)
-    except OSError:
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
         return None
     if sys.platform == "darwin":
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -14,13 +15,13 @@ from . import cli_options as options
 from . import pack_cli, serve_cli, trace_cli
 from .errors import BudgetTooSmall
 from .policies import DEFAULT_POLICY
-from .terminal import note, print_json, show_error
+from .terminal import Terminated, note, print_json, raise_terminated, show_error
 
 if TYPE_CHECKING:
     from .engine import SamplingArguments
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
+INTERRUPTED, TERMINATED = 130, 143
+"""Exit codes after Ctrl-C and SIGTERM, as shells have them."""
 
 
 class _Commands(options.Group):
@@ -29,10 +30,10 @@ class _Commands(options.Group):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as signalled:
             if sys.stderr.isatty():
                 typer.echo(err=True)  # the shell's prompt gets a line of its own
-            raise typer.Exit(INTERRUPTED) from None
+            raise typer.Exit(_code(signalled)) from None
         except Exception as error:
             # Errors of usage and exits carry their code and are typer's to handle, as is a reader
             # of our output that has gone.
@@ -258,6 +259,7 @@ def doctor(
     read_sizes: options.ReadSizes = None,
     depths: options.Depths = None,
     seconds: options.Seconds = None,
+    chaos: options.Chaos = False,
     json_output: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -265,10 +267,22 @@ def doctor(
 
     A directory, the current one unless given, gets a temporary file of --size, which is gone
     afterwards. A file, or the largest *.safetensors of a model, is only read.
-    """
-    from .cli_output import binary_size, print_drive, print_machine
-    from .inspection import DriveOptions, machine_facts, measure_drive, measured_path
 
+    With --chaos it runs a model instead, on a drive with faults, and looks whether each fault fails
+    the request that it should and no other. Exit code 1 when one does not.
+    """
+    from .cli_output import binary_size, print_chaos, print_drive, print_machine
+    from .inspection import DriveOptions, machine_facts, measure_drive, measured_path, run_chaos
+
+    if chaos:
+        trials = run_chaos(path)
+        if json_output:
+            print_json(trials.to_json())
+        else:
+            print_chaos(trials)
+        if not trials.passed:
+            raise typer.Exit(1)
+        return
     given: dict[str, Any] = {
         "file_bytes": file_size,
         "sizes": read_sizes and tuple(read_sizes),
@@ -342,7 +356,12 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    signal.signal(signal.SIGTERM, raise_terminated)
     try:
         app()
-    except KeyboardInterrupt:  # before the commands or behind them
-        sys.exit(INTERRUPTED)
+    except KeyboardInterrupt as signalled:  # before the commands or behind them
+        sys.exit(_code(signalled))
+
+
+def _code(signalled: KeyboardInterrupt) -> int:
+    return TERMINATED if isinstance(signalled, Terminated) else INTERRUPTED

@@ -201,6 +201,9 @@ Checksum = Annotated[
         rich_help_panel=_ENGINE,
     ),
 ]
+Chaos = Annotated[
+    bool, flag("--chaos", "Run the model at PATH on a drive with faults, and measure nothing.")
+]
 ReadTimeout = Annotated[
     float | None,
     typer.Option(

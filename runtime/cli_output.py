@@ -14,6 +14,7 @@ from .terminal import output_console
 
 if TYPE_CHECKING:
     from ..io.drive import DriveReport
+    from .chaos import ChaosReport
     from .demo import Comparison
     from .inspection import PlanReport
 
@@ -155,6 +156,22 @@ def _remarks(report: DriveReport) -> list[str]:
         left_out = ", ".join(binary_size(nbytes) for nbytes in report.skipped_sizes)
         lines.append(f"left out, since the file is too small: {left_out}")
     return lines
+
+
+def print_chaos(report: ChaosReport) -> None:
+    """What each fault has done to the requests."""
+    console = output_console()
+    table = _table("fault", "expected", "victim", "beside it", "after it", "verdict")
+    for trial in report.trials:
+        row = (trial.expected, trial.victim, trial.beside, trial.after, trial.verdict)
+        table.add_row(trial.fault, *row)
+    console.print(Text(f"{report.model}, {report.slots} slots a layer, {report.reads} reads"))
+    console.print(table)
+    for trial in report.trials:
+        if trial.note:
+            console.print(Text(f"{trial.fault}: {trial.note}", style="dim"))
+    if report.passed:
+        console.print(Text("Each fault failed the request that needed the read, and no other."))
 
 
 # -- demo ---------------------------------------------------------------------------------------

@@ -96,6 +96,7 @@ class EngineDead(MoestreamError):
 
     def __init__(self, cause: BaseException) -> None:
         super().__init__(f"the engine has died ({cause!r}); close it and open a new one")
+        self.__cause__ = cause
 
 
 class GenerationFailed(MoestreamError):

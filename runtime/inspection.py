@@ -10,11 +10,16 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .terminal import interrupts_held, progress_bar
+from .terminal import interrupts_held, progress_bar, run_until_signal
 
 if TYPE_CHECKING:
     from ..io.drive import DriveReport
+    from .chaos import ChaosReport
     from .plan import LayerSize, ModelSize, Plan
+
+
+CHAOS_CONTEXT = 64
+"""Tokens of the context of an engine that is tried with faults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,3 +252,29 @@ def measure_drive(path: Path, options: DriveOptions) -> DriveReport:
 
     with progress_bar("measuring the drive") as progress:
         return measure(path, progress=progress, **asdict(options))
+
+
+# -- doctor --chaos -------------------------------------------------------------------------------
+
+
+def run_chaos(model: Path) -> ChaosReport:
+    """Run a model on a drive with faults, under a progress bar.
+
+    Raises:
+        DriveError: there is nothing.
+        MoestreamError: the model cannot be streamed.
+    """
+    from ..io.drive import DriveError
+
+    if not model.is_dir():
+        raise DriveError(f"{model} is no directory; --chaos needs a model to run")
+    report = inspect_plan(str(model), memory=None, slots=None, context=CHAOS_CONTEXT)
+    # A quarter of the experts: enough for a layer call, and too few to hold what is asked for.
+    slots = min(
+        min(max(group.top_k, group.experts // 4), max(group.slots, 1)) for group in report.groups
+    )
+    with interrupts_held():
+        from .chaos import try_faults
+
+    with progress_bar("trying faults") as progress:
+        return run_until_signal(try_faults(str(model), slots=slots, advance=progress))

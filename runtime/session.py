@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from ..io.errors import ReadFailed
 from .policies import DEFAULT_POLICY, PolicyName
-from .terminal import interrupts_held, note, progress_bar, show_error
+from .terminal import (
+    Terminated,
+    interrupts_held,
+    note,
+    progress_bar,
+    run_until_signal,
+    show_error,
+)
 
 if TYPE_CHECKING:
     from .api import Chunk, Generation
@@ -91,7 +98,7 @@ def run_prompt(
             note_changes(options, engine.plan, sampling)
             return await follow(engine, prompt, sampling, show), engine.plan
 
-    result, plan = asyncio.run(generate())
+    result, plan = run_until_signal(generate())
     if not quiet:
         print()
     return result, plan
@@ -270,6 +277,8 @@ class _Chat:
 
         try:
             result = self._runner.run(follow(self._engine, history, self._sampling, on_chunk))
+        except Terminated:
+            raise
         except KeyboardInterrupt:
             pass
         except PromptTooLong as error:

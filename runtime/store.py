@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ..io.asks import Ask, Guess, Purge
-from ..io.errors import LoopClosed
+from ..io.errors import LoopClosed, loop_died
 from ..io.loop import IoLoop
 from ..io.queue import Entry, Key
 from ..io.reader import RecordReader
@@ -521,7 +521,7 @@ class ExpertStore:
 
     def abandoned(self, key: Key, slot: int, error: BaseException) -> Callable[[], None]:
         """Make the expert absent and tell whoever waits; its slot is free when the read returns."""
-        logger.warning("%s", error)
+        logger.info("%s", error)
         self._tracer.queue("timeout", *key)
         return self._end(key, 0, error, hanging=True)
 
@@ -564,7 +564,7 @@ class ExpertStore:
                     else:
                         residency.failed(expert)
         except BaseException as bug:  # kills the loop; whoever waits must not wait for ever
-            error = bug
+            error = loop_died(bug)
             raise
         finally:
             _complete(flights, error)

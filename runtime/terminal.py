@@ -5,15 +5,16 @@ Consoles are made when they are needed, since tests and callers swap ``sys.stder
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -28,6 +29,8 @@ from rich.progress import (
 from rich.text import Text
 
 from ..io.errors import MoestreamError
+
+T = TypeVar("T")
 
 Report = Callable[[int, int], None]
 """Called with (done, in all); from any thread."""
@@ -99,9 +102,62 @@ def show_error(error: Exception, *, debug: bool) -> None:
         note("this should not happen; `moestream --debug ...` shows where it did")
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM has come: the process ends as cleanly as on Ctrl-C, with another exit code."""
+
+
+def raise_terminated(_number: int, _frame: FrameType | None) -> None:
+    """A handler for SIGTERM outside of an event loop."""
+    raise Terminated
+
+
+def run_until_signal(work: Coroutine[Any, Any, T]) -> T:
+    """``asyncio.run`` in which SIGTERM cancels the work as Ctrl-C does.
+
+    Raises:
+        Terminated: once the work has cleaned up behind itself.
+        KeyboardInterrupt: the same for Ctrl-C.
+    """
+    terminated = False
+
+    async def main() -> T:
+        nonlocal terminated
+        task = asyncio.current_task()
+
+        def terminate() -> None:
+            nonlocal terminated
+            terminated = True
+            if task is not None:
+                task.cancel()
+
+        with _on_termination(terminate):
+            return await work
+
+    try:
+        return asyncio.run(main())
+    except asyncio.CancelledError:
+        if terminated:
+            raise Terminated from None
+        raise
+
+
+@contextmanager
+def _on_termination(callback: Callable[[], None]) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop, previous = asyncio.get_running_loop(), signal.getsignal(signal.SIGTERM)
+    loop.add_signal_handler(signal.SIGTERM, callback)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, previous)
+
+
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Raise KeyboardInterrupt at the end of the block instead of in it.
+    """Raise KeyboardInterrupt, or Terminated, at the end of the block instead of in it.
 
     For imports of large libraries: some swallow it, and where it passes through ``exec`` (as
     in dataclasses) the interpreter kills itself with the signal whatever the exit code is.
@@ -109,16 +165,21 @@ def interrupts_held() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    pressed = False
+    pressed: list[int] = []
 
-    def press(_number: int, _frame: FrameType | None) -> None:
-        nonlocal pressed
-        pressed = True
+    def press(number: int, _frame: FrameType | None) -> None:
+        pressed.append(number)
 
-    previous = signal.signal(signal.SIGINT, press)
+    handled = [signal.SIGINT]
+    if signal.getsignal(signal.SIGTERM) is raise_terminated:
+        handled.append(signal.SIGTERM)
+    previous = [signal.signal(number, press) for number in handled]
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in zip(handled, previous, strict=True):
+            signal.signal(number, handler)
+    if signal.SIGTERM in pressed:
+        raise Terminated
     if pressed:
         raise KeyboardInterrupt

@@ -171,7 +171,7 @@ class Tracer:
     def queue(
         self, op: str, group: int, expert: int, probability: float = 1.0, position: int = -1
     ) -> None:
-        """An operation of the queue: guess, promote, join, stale, purge or refuse."""
+        """An operation of the queue: guess, promote, join, stale, purge, refuse or timeout."""
         self._now(_QUEUE, (op, group, expert, probability, position))
 
     def evict(self, group: int, expert: int, slot: int, unused: bool) -> None:

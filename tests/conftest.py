@@ -31,6 +31,16 @@ def demo() -> Path:
     return DEMO
 
 
+@pytest.fixture(scope="session")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model as a packed store: its reads are direct, and can be checked."""
+    from moestream.runtime.packing import pack_model
+
+    target = tmp_path_factory.mktemp("packed") / "store"
+    pack_model(DEMO, target)
+    return target
+
+
 @pytest.fixture(autouse=True)
 def no_stray_threads() -> Iterator[None]:
     """No thread of ours survives a test."""

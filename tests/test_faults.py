@@ -26,16 +26,6 @@ LIMIT = 60.0
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory, demo: Path) -> Path:
-    """The demo model as a packed store: its reads can be checked."""
-    from moestream.runtime.packing import pack_model
-
-    target = tmp_path_factory.mktemp("packed") / "store"
-    pack_model(demo, target)
-    return target
-
-
-@pytest.fixture(scope="module")
 def drive() -> Iterator[FaultyDrive]:
     with FaultyDrive(slow=0.02) as drive:
         yield drive
@@ -79,9 +69,11 @@ def quarantined(engine: Engine) -> int:
 
 async def until(holds: Callable[[], bool]) -> None:
     """Wait for something that another thread is about to do."""
-    async with asyncio.timeout(TIMEOUT):
-        while not holds():
-            await asyncio.sleep(0.001)
+    for _ in range(round(TIMEOUT / 0.001)):
+        if holds():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it has not come to that")
 
 
 async def check_faults(

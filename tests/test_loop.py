@@ -219,6 +219,108 @@ def test_a_task_that_fails_leaves_the_loop_alive() -> None:
     assert host.outcome((0, 0)).error is None
 
 
+# -- a drive that does not answer ---------------------------------------------------------------
+
+SHORT = 0.2
+"""Seconds after which a read is given up here; only reads at a gate last so long, or longer."""
+
+
+def test_a_read_that_hangs_is_given_up_and_its_slot_comes_back_later() -> None:
+    stuck = Stuck((0, 0))
+    host = stuck.host
+    with IoLoop(host, lanes=1, read_timeout=SHORT) as loop:
+        loop.submit(ask((0, 0), (0, 1)))
+        host.wait_ended(2)
+        assert host.outcome((0, 0)).kind == "abandoned"
+        assert isinstance(host.outcome((0, 0)).error, TimeoutError)
+        assert host.outcome((0, 1)).kind == "finish"  # by the lane that has taken its place
+        assert host.returned == []
+        stuck.gate.open()
+        host.wait_returned(1)
+        assert host.returned == [((0, 0), 0)]
+        loop.submit(ask((1, 0)))
+        host.wait_ended(3)
+        assert loop.failure is None
+    assert sum(len(outcomes) for outcomes in host.outcomes.values()) == 3
+
+
+def test_an_expert_whose_read_hangs_can_be_asked_for_again() -> None:
+    host, gate, calls = FakeHost(), Gate(), []
+
+    def read(key: Key) -> None:
+        calls.append(key)
+        if len(calls) == 1:
+            gate()
+
+    host.on_read = read
+    with IoLoop(host, lanes=1, read_timeout=SHORT) as loop:
+        loop.submit(ask((0, 0)))
+        host.wait_ended(1)
+        loop.submit(ask((0, 0)))
+        loop.submit(ask((0, 1)))
+        host.wait_ended(2)
+        gate.open()
+        host.wait_returned(1)
+    assert [outcome.kind for outcome in host.outcomes[0, 0]] == ["abandoned", "finish"]
+
+
+def test_no_more_lanes_than_twice_their_number() -> None:
+    """When all of them hang, what waits is told so at once; one that answers works on."""
+    stuck = Stuck(*layer(0, 9))
+    host = stuck.host
+    with IoLoop(host, lanes=2, read_timeout=SHORT) as loop:
+        loop.submit(ask(*layer(0, 9)))
+        host.wait_ended(9)
+        kinds = [host.outcome(key).kind for key in layer(0, 9)]
+        assert kinds.count("abandoned") == 4
+        assert set(kinds) <= {"abandoned", "finish", "dropped"}
+        errors = [host.outcome(key).error for key in layer(0, 9)]
+        assert all(isinstance(error, TimeoutError) for error in errors)
+        lanes = [t for t in threading.enumerate() if t.name.startswith("moestream-lane")]
+        assert len(lanes) == 4
+        loop.submit(ask((1, 0)))
+        host.wait_ended(10)
+        assert isinstance(host.outcome((1, 0)).error, TimeoutError)
+        stuck.gate.open()
+        host.wait_returned(4)
+        loop.submit(ask((1, 1)))
+        host.wait_ended(11)
+        assert host.outcome((1, 1)).error is None
+        assert loop._lanes.alive == 2
+    join_lanes()
+
+
+def test_closing_does_not_wait_for_a_read_that_was_given_up() -> None:
+    stuck = Stuck((0, 0))
+    with IoLoop(stuck.host, lanes=2, read_timeout=SHORT, grace=1000.0) as loop:
+        loop.submit(ask((0, 0)))
+        stuck.host.wait_ended(1)
+    assert stuck.host.returned == []
+    stuck.gate.open()
+    join_lanes()
+
+
+def test_a_process_that_was_stopped_does_not_blame_the_drive() -> None:
+    """The timer rings late and all reads look old: they get their time once more."""
+    stuck = Stuck((0, 0))
+    now = [0.0]
+    rung = threading.Event()
+
+    async def ring() -> None:
+        loop._watch()
+        rung.set()
+
+    with IoLoop(stuck.host, lanes=1, read_timeout=60.0, clock=lambda: now[0]) as loop:
+        loop.submit(ask((0, 0)))
+        stuck.gate.wait_entered()
+        now[0] = 1000.0  # 940 seconds after the timer was due
+        loop.start(ring).result(TIMEOUT)
+        assert loop._due == 1060.0
+        stuck.gate.open()
+        stuck.host.wait_ended(1)
+    assert stuck.host.outcome((0, 0)).kind == "finish"
+
+
 # -- the end ----------------------------------------------------------------------------------
 
 
