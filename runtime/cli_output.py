@@ -62,6 +62,7 @@ _PARTS = {
     "kv": "KV cache at full context",
     "scratch": "scratch of a prompt chunk",
     "cache": "buffers that MLX keeps",
+    "staging": "staging of experts read ahead",
     "slots": "slots for experts",
     "reserve": "reserve: for the allocator, and what makes no slot",
 }
@@ -80,7 +81,8 @@ def print_plan(report: PlanReport) -> None:
     console.print()
     table = _table("part", "memory")
     for name, nbytes in report.parts.items():
-        table.add_row(_PARTS[name], size(nbytes))
+        if nbytes or name != "staging":
+            table.add_row(_PARTS[name], size(nbytes))
     table.add_row("in all", size(report.total), style="bold")
     console.print(table)
     console.print(f"context {plan.context} tokens, prompt chunks of {plan.chunk_tokens}")

@@ -166,6 +166,7 @@ def plan_model(blueprint: Blueprint, settings: Settings) -> Plan:
         process_bytes=process_bytes(),
         context=context,
         slots=slots,
+        staging_bytes=settings.prefetch.staged_bytes,
     )
 
 

@@ -14,7 +14,8 @@ from .terminal import interrupts_held, progress_bar
 
 if TYPE_CHECKING:
     from ..io.drive import DriveReport
-    from .plan import LayerSize, ModelSize, Plan
+    from .plan import Plan
+    from .sizes import LayerSize, ModelSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ class PlanReport:
             "kv": plan.kv_bytes,
             "scratch": plan.scratch_bytes,
             "cache": plan.cache_bytes,
+            "staging": plan.staging_bytes,
             "slots": plan.slot_bytes,
         }
         if plan.budget is not None:

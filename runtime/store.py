@@ -148,8 +148,7 @@ class ExpertStore:
         self._loop: IoLoop
         self.windows: dict[int, deque[float]] = {}
         self.counters = Counters()
-        staged = prefetch.staging_bytes if prefetch.destination == "staging" else 0
-        self._staging = Staging(records, staged)
+        self._staging = Staging(records, prefetch.staged_bytes)
         widths = [1] * len(records) if top_k is None else top_k
         self.groups = [
             Group(

@@ -544,8 +544,9 @@ def test_plan_of_what_was_called_enough(model: str) -> None:
 
 
 def test_everything_resident_is_the_smallest_such_budget() -> None:
-    layers = tuple(plan.LayerSize(n, 16 + n, 4, 10**6 + n, 10**6) for n in range(5))
-    size = plan.ModelSize(layers, 10**8, 10**5, 10**3, 10**5, 10**2, 5000, 4096)
+    layers = tuple(sizes.LayerSize(n, 16 + n, 4, 10**6 + n, 10**6) for n in range(5))
+    cache = sizes.CacheSize(fixed=10**5, token=10**3)
+    size = sizes.ModelSize(layers, 10**8, cache, 10**5, 10**2, 5000, 4096)
     for context in (1, 300, 4096):
         options = {"process_bytes": 10**8, "context": context}
         found = inspection.smallest_resident_plan(size, **options)

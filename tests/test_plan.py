@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,8 +19,8 @@ from moestream.runtime.errors import BudgetTooSmall, InvalidRequest
 from moestream.runtime.plan import (
     CHUNK_TOKENS,
     LEAST_CHUNK_TOKENS,
-    LayerSize,
-    ModelSize,
+    SLACK,
+    WHOLE_FROM,
     Plan,
     _scratch,
     fitting_chunk,
@@ -27,6 +28,7 @@ from moestream.runtime.plan import (
     parse_size,
     share_slots,
 )
+from moestream.runtime.sizes import CacheSize, LayerSize, ModelSize, Window
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -102,8 +104,7 @@ def model_of(*layers: LayerSize) -> ModelSize:
     return ModelSize(
         layers=layers or tuple(layer_of(layer=number) for number in range(4)),
         trunk_bytes=100 * MIB,
-        kv_fixed_bytes=0,
-        kv_token_bytes=1000,
+        cache=CacheSize(token=1000),
         scratch_token_bytes=4000,
         scratch_pair_bytes=8,
         vocabulary=1000,
@@ -136,12 +137,21 @@ layers = st.builds(
     top_k=st.integers(1, 8),
     slot_bytes=st.one_of(st.integers(1, 5000), st.integers(1, 64 * MIB)),
 )
+caches = st.builds(
+    CacheSize,
+    fixed=st.integers(0, 16 * MIB),
+    token=st.integers(0, 1 << 18),
+    step=st.integers(1, 256),
+    largest=st.integers(0, 1 << 12),
+    windows=st.lists(
+        st.builds(Window, rows=st.integers(1, 8192), row_bytes=st.integers(1, 1 << 14)), max_size=2
+    ).map(tuple),
+)
 models = st.builds(
     ModelSize,
     layers=st.lists(layers, max_size=6).map(tuple),
     trunk_bytes=st.integers(0, 8 * GIB),
-    kv_fixed_bytes=st.integers(0, 16 * MIB),
-    kv_token_bytes=st.integers(0, 1 << 18),
+    cache=caches,
     scratch_token_bytes=st.integers(0, 1 << 20),
     scratch_pair_bytes=st.integers(0, 256),
     vocabulary=st.integers(1, 300_000),
@@ -226,12 +236,51 @@ def test_slots_are_shared_alike(sizes: list[LayerSize], spare: int) -> None:
     used = sum(n * layer.slot_bytes for n, layer in zip(chosen, sizes, strict=True))
     assert used <= spare
     pairs = list(zip(chosen, sizes, strict=True))
-    grown = [n / layer.experts for n, layer in pairs if n > layer.top_k]
+    grown = [min(n / layer.experts, WHOLE_FROM) for n, layer in pairs if n > layer.top_k]
     could_grow = [(n + 1) / layer.experts for n, layer in pairs if n < layer.experts]
     # No layer has got a slot before another one whose turn it was, and less than one is left over.
     assert max(grown, default=0.0) <= min(could_grow, default=1.0)
     if could_grow:
         assert spare - used < max(layer.slot_bytes for layer in sizes)
+
+
+def test_from_a_share_on_layer_after_layer_becomes_whole() -> None:
+    sizes = [layer_of(100, 2, 1000), layer_of(10, 2, 8000), layer_of(100, 2, 1000)]
+    assert share_slots(sizes, 80_000 + 64_000 + 80_000) == [80, 8, 80]
+    assert share_slots(sizes, 80_000 + 64_000 + 80_000 + 15_000) == [95, 8, 80]
+    assert share_slots(sizes, 80_000 + 64_000 + 80_000 + 20_000 + 16_000) == [100, 10, 80]
+    assert share_slots(sizes, 10**9) == [100, 10, 100]
+
+
+def test_slots_for_what_all_sequences_route_to_at_once() -> None:
+    sizes = [layer_of(64, 6, 1000), layer_of(16, 6, 1000)]
+    assert share_slots(sizes, 0, sequences=3) == [18, 16]
+    alone = plan(model_of(*sizes), GIB)
+    together = make_plan(
+        model_of(*sizes), budget=GIB, process_bytes=50 * MIB, context=1024, sequences=3
+    )
+    assert together.kv_bytes == 3 * alone.kv_bytes
+    assert together.minimum - alone.minimum == pytest.approx(
+        (2 * alone.kv_bytes + 22_000) / (1 - SLACK), abs=2
+    )
+
+
+def test_staging_is_part_of_the_budget() -> None:
+    model = model_of()
+    plain = plan(model, 200 * MIB)
+    staged = make_plan(
+        model, budget=200 * MIB, process_bytes=50 * MIB, context=1024, staging_bytes=8 * MIB
+    )
+    assert staged.staging_bytes == 8 * MIB
+    assert staged.total_bytes <= 200 * MIB
+    assert sum(plain.slots) - sum(staged.slots) == pytest.approx(8, abs=3)  # slots of 1 MiB
+
+
+def test_memory_beyond_what_a_model_needs_is_left_alone() -> None:
+    model = model_of()
+    made = plan(model, 64 * GIB)
+    assert made.slots == (16, 16, 16, 16)
+    assert made.total_bytes < GIB
 
 
 def test_layers_of_different_record_sizes_get_equal_shares() -> None:
@@ -269,6 +318,10 @@ def test_a_small_budget_is_refused_with_what_would_do_and_why() -> None:
     assert "memory=11MB is too small" in text
     assert "process 53MB" in text
     assert "trunk 105MB" in text
+    told = caught.value.to_json()
+    assert told["minimum"] == caught.value.minimum == sum(told["parts"].values())
+    assert told["parts"]["slots"] == 4 * 2 * MIB
+    assert json.loads(json.dumps(told)) == told
 
 
 @given(models, contexts, st.data())
@@ -289,6 +342,7 @@ def test_the_plan_is_the_sum_of_its_parts() -> None:
     fixed = made.process_bytes + made.trunk_bytes + made.kv_bytes + made.cache_bytes
     assert made.total_bytes == fixed + made.scratch_bytes + made.slot_bytes
     assert made.kv_bytes == 1024 * 1000
+    assert made.staging_bytes == 0
     assert made.chunk_tokens == 1024
 
 
