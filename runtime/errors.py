@@ -8,7 +8,6 @@ from typing import Any
 
 from ..io.errors import MoestreamError
 
-
 _PARTS = {
     "process": "process",
     "trunk": "trunk",

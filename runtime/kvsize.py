@@ -1,4 +1,4 @@
-"""How large the caches of a sequence become, from their shapes after one token that is never computed.
+"""How large the caches of a sequence become, from their shapes after one token never computed.
 
 The classes are mlx-lm's; what counts is how they keep their arrays ``[1, heads, rows, size]``:
 

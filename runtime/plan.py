@@ -218,7 +218,7 @@ def share_slots(layers: Sequence[LayerSize], spare: int, *, sequences: int = 1) 
     chosen = [slot_floor(layer, sequences) for layer in layers]
     spare -= sum(n * layer.slot_bytes for n, layer in zip(chosen, layers, strict=True))
     steps = (
-        (min(count / layer.experts, WHOLE_FROM), index, count)
+        (share if (share := count / layer.experts) <= WHOLE_FROM else 1.0, index, count)
         for index, layer in enumerate(layers)
         for count in range(chosen[index] + 1, layer.experts + 1)
     )

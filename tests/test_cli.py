@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import moestream
 from moestream.io import drive
-from moestream.runtime import cli_output, demo, inspection, plan, session
+from moestream.runtime import cli_output, demo, inspection, plan, session, sizes
 from moestream.runtime.cli import app, main
 from moestream.runtime.terminal import interrupts_held
 

@@ -236,8 +236,13 @@ def test_slots_are_shared_alike(sizes: list[LayerSize], spare: int) -> None:
     used = sum(n * layer.slot_bytes for n, layer in zip(chosen, sizes, strict=True))
     assert used <= spare
     pairs = list(zip(chosen, sizes, strict=True))
-    grown = [min(n / layer.experts, WHOLE_FROM) for n, layer in pairs if n > layer.top_k]
-    could_grow = [(n + 1) / layer.experts for n, layer in pairs if n < layer.experts]
+    shares = [(n / layer.experts, (n + 1) / layer.experts) for n, layer in pairs]
+    grown = [
+        share if share <= WHOLE_FROM else 1.0
+        for (share, _), (n, layer) in zip(shares, pairs, strict=True)
+        if n > layer.top_k
+    ]
+    could_grow = [after if after <= WHOLE_FROM else 1.0 for share, after in shares if share < 1.0]
     # No layer has got a slot before another one whose turn it was, and less than one is left over.
     assert max(grown, default=0.0) <= min(could_grow, default=1.0)
     if could_grow:
@@ -267,13 +272,13 @@ def test_slots_for_what_all_sequences_route_to_at_once() -> None:
 
 def test_staging_is_part_of_the_budget() -> None:
     model = model_of()
-    plain = plan(model, 200 * MIB)
+    plain = plan(model, 300 * MIB)
     staged = make_plan(
-        model, budget=200 * MIB, process_bytes=50 * MIB, context=1024, staging_bytes=8 * MIB
+        model, budget=300 * MIB, process_bytes=50 * MIB, context=1024, staging_bytes=8 * MIB
     )
     assert staged.staging_bytes == 8 * MIB
-    assert staged.total_bytes <= 200 * MIB
-    assert sum(plain.slots) - sum(staged.slots) == pytest.approx(8, abs=3)  # slots of 1 MiB
+    assert staged.total_bytes <= 300 * MIB
+    assert sum(plain.slots) - sum(staged.slots) == pytest.approx(8, abs=3)
 
 
 def test_memory_beyond_what_a_model_needs_is_left_alone() -> None:
