@@ -35,10 +35,13 @@ from .errors import TraceUnwritable
 from .generation import LoadedModel
 from .hub import resolve_model
 from .machine import automatic_budget, process_bytes, return_memory
+from .machine_pressure import find_source
 from .packed import load_residents
 from .plan import CACHE_BYTES, Plan, fitting_chunk, make_plan, parse_size
 from .prefetch import OFF, PrefetchConfig
+from .pressure import Pressure
 from .readahead import ReadAhead
+from .resizing import Resizer, watching
 from .store import ExpertStore
 from .streaming import ExpertStream
 from .streams import leased_streams
@@ -70,6 +73,7 @@ class Settings:
     prefetch: PrefetchConfig = OFF
     calibration: Path | None = None
     checksum: bool = False
+    pressure: bool = True
 
 
 @dataclass(slots=True)
@@ -83,6 +87,7 @@ class Core:
         loop: performs the reads.
         tracer: records events.
         ahead: predicts and reads ahead, if that is wanted and possible.
+        resizer: makes the pools smaller under memory pressure.
         trunk_bytes: parameters held for good.
         stopping: set when the engine is being closed.
         memory_bytes, peak_memory_bytes: held by MLX when last looked at.
@@ -94,6 +99,7 @@ class Core:
     loop: IoLoop
     tracer: Tracer
     ahead: ReadAhead | None
+    resizer: Resizer
     trunk_bytes: int
     stopping: threading.Event = field(default_factory=threading.Event)
     memory_bytes: int = 0
@@ -109,6 +115,7 @@ class Core:
         """Let go of model and pools; books and counters stay for whoever asks. Compute thread."""
         self.loaded.model = self.loaded.tokenizer = None
         self.loaded.stream.release()
+        self.resizer.release()
         for group in self.store.groups:
             group.pool.release()
         self.ahead = None
@@ -224,6 +231,11 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
         for group, (use, _) in enumerate(streamed):
             install_parameters(use.site.module, store.groups[group].pool.arrays)
             use.site.put(StreamingSwitch(use.site.module, group, use.site.layer, stream))
+        resizer = Resizer(store, [use.site.module for use, _ in streamed], top_k, Pressure())
+        stream.at_rest = resizer.apply
+        source = find_source() if settings.pressure and streamed else None
+        if source is not None:
+            stack.enter_context(watching(loop, source, resizer))
         # Of the others the model tree holds the parameters: they are loaded with the trunk.
         model, config = blueprint.lazy.model, blueprint.lazy.config
         trunk_bytes = _load_trunk(prepared, settings, check=check, progress=progress)
@@ -243,7 +255,7 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
             chunk_tokens=partial(fitting_chunk, blueprint.size, scratch_bytes=plan.scratch_bytes),
             resident=not streamed,
         )
-        core = Core(plan, loaded, store, loop, tracer, ahead, trunk_bytes)
+        core = Core(plan, loaded, store, loop, tracer, ahead, resizer, trunk_bytes)
         core.sample_memory()
         del model, blueprint, streamed, prepared
         try:

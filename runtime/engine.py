@@ -23,6 +23,7 @@ from .jobs import GenerationJob, Totals
 from .plan import Plan
 from .prefetch import OFF, PrefetchConfig
 from .request import Request, State
+from .resizing import wake_with
 from .sampling import Prompt, Sampling, early_check, freeze_prompt, make_sampling
 
 
@@ -60,6 +61,7 @@ class Engine:
         self._core = core
         self._totals = Totals()
         self._closed = False
+        wake_with(thread, core.resizer)
         _open_engines.add(self)
 
     @classmethod
@@ -78,6 +80,7 @@ class Engine:
         trace: str | Path | None = None,
         progress: Progress | None = None,
         checksum: bool = False,
+        pressure: Literal["auto", "off"] = "auto",
     ) -> Engine:
         """Open a model.
 
@@ -100,6 +103,8 @@ class Engine:
             progress: called on the compute thread with (bytes, bytes in all) while loading.
             checksum: check every record that is read against the checksums of a packed store; one
                 that does not match fails the request with ``ChecksumMismatch``.
+            pressure: "auto" gives slots up while the machine, or a control group that the process
+                is in, runs short of memory, and takes them back slowly; "off" keeps them.
 
         Raises:
             MoestreamError: one of its subclasses says what is wrong and what would do.
@@ -116,6 +121,7 @@ class Engine:
             trace,
             calibration,
             checksum,
+            pressure,
         )
         given_up = threading.Event()
 
@@ -287,12 +293,15 @@ def _settings(
     trace: str | Path | None,
     calibration: str | Path | None,
     checksum: bool,
+    pressure: str,
 ) -> Settings:
     slots = None if slots is None else whole("slots", slots, least=1)
     context = None if context is None else whole("context", context, least=1)
     lanes = whole("lanes", lanes, least=1)
     if dtype not in (None, "float32", "checkpoint"):
         raise InvalidRequest(f"dtype={dtype!r} must be 'float32', 'checkpoint' or None")
+    if pressure not in ("auto", "off"):
+        raise InvalidRequest(f"pressure={pressure!r} must be 'auto' or 'off'")
     if prefetch is None or prefetch == "off":
         prefetch = OFF
     elif not isinstance(prefetch, PrefetchConfig):
@@ -309,6 +318,7 @@ def _settings(
         prefetch=prefetch,
         calibration=path_argument("calibration", calibration),
         checksum=bool(checksum),
+        pressure=pressure == "auto",
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Container, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -389,6 +389,39 @@ class ExpertStore:
         """Unpin; the evaluation that read these slots has completed."""
         with self._lock:
             self.groups[group].residency.release(slots)
+
+    def resize(self, group: int, slots: int, swap: Callable[[SlotPool], None]) -> bool:
+        """Rebuild a layer's pool with another number of slots; the hottest experts stay.
+
+        Old and new pool are there together for a moment. Returns False, and does nothing, while a
+        slot of the layer is pinned or being read into.
+
+        Args:
+            group: the layer.
+            slots: at least 1.
+            swap: puts the new pool where the model looks for it.
+        """
+        books = self.groups[group]
+        residency = books.residency
+        with self._lock:
+            if not residency.hold():
+                return False
+            moves = residency.keepers(slots)
+        try:
+            # Nobody reads or writes rows of a layer whose slots are held.
+            pool = SlotPool(books.record, slots)
+            pool.take_rows(books.pool, moves)
+        except BaseException:
+            with self._lock:
+                residency.resize(residency.slots, [])
+            raise
+        with self._lock:
+            books.pool.release()
+            books.pool = pool
+            residency.resize(slots, moves)
+            self._count_evicted(group)
+        swap(pool)
+        return True
 
     # -- loop thread and lanes (ReadHost) -----------------------------------------------------
 

@@ -102,6 +102,8 @@ class ExpertStream:
         self._forward = 0
         self._mark = 0.0  # host time has been accounted for up to here
         self.step = Step()
+        self.at_rest: Callable[[], None] | None = None
+        """Called before each forward, when nothing reads the pools; may replace them."""
 
     # -- called by the generation loop --------------------------------------------------------
 
@@ -111,6 +113,8 @@ class ExpertStream:
         Args:
             token: its only token, when that is known: its embedding predicts the first layers.
         """
+        if self.at_rest is not None and not self._pins and not self._outputs:
+            self.at_rest()
         self._forward += 1
         self._mark = time.perf_counter()
         self._ready = None
@@ -138,7 +142,7 @@ class ExpertStream:
 
     def release(self) -> None:
         """The engine is being closed: let go of the model's taps and pools."""
-        self._ahead = None
+        self._ahead = self.at_rest = None
 
     def end_request(self) -> None:
         """The request has ended: nobody wants its guesses."""
