@@ -40,6 +40,7 @@ from .packed import load_residents
 from .plan import CACHE_BYTES, Plan, fitting_chunk, make_plan, parse_size
 from .prefetch import OFF, PrefetchConfig
 from .pressure import Pressure
+from .profile import DecodeLog, make_profile
 from .readahead import ReadAhead
 from .resizing import Resizer, watching
 from .store import ExpertStore
@@ -47,6 +48,7 @@ from .streaming import ExpertStream
 from .streams import leased_streams
 from .tokenizing import end_tokens, load_tokenizer_of
 from .tracing import Tracer
+from .user_cache import model_key, save
 
 logger = logging.getLogger("moestream")
 
@@ -231,6 +233,7 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
         for group, (use, _) in enumerate(streamed):
             install_parameters(use.site.module, store.groups[group].pool.arrays)
             use.site.put(StreamingSwitch(use.site.module, group, use.site.layer, stream))
+        stack.enter_context(_profiled(prepared, stream.log))
         resizer = Resizer(store, [use.site.module for use, _ in streamed], top_k, Pressure())
         stream.at_rest = resizer.apply
         source = find_source() if settings.pressure and streamed else None
@@ -391,6 +394,26 @@ def _calibrated(ahead: ReadAhead, path: Path | None) -> Iterator[None]:
     finally:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(ahead.calibration.to_json()))
+
+
+def profile_key(blueprint: Blueprint) -> str:
+    """Names model, machine and device in the user's cache."""
+    variant = f"{mx.default_device()} {'float32' if blueprint.widen else 'checkpoint'}"
+    return model_key(blueprint.checkpoint.directory, variant=variant)
+
+
+@contextmanager
+def _profiled(prepared: Prepared, log: DecodeLog) -> Iterator[None]:
+    """Keep what decoding has cost for the next plan of this model."""
+    blueprint, slots = prepared.blueprint, prepared.plan.slots
+    layers = blueprint.size.layers
+    streamed = [layer for layer, count in zip(layers, slots, strict=True) if count < layer.experts]
+    key = profile_key(blueprint)
+    del prepared, blueprint
+    yield
+    profile = make_profile(log, streamed, len(layers) - len(streamed))
+    if profile is not None:
+        save("profile", key, profile.to_json())
 
 
 @contextmanager

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ..models.switch import StreamingSwitch
 from .prefetch import OFF, PrefetchConfig
+from .profile import DecodeLog
 from .readahead import ReadAhead
 from .residency import IntegrityError
 from .store import Demanded, ExpertStore
@@ -102,6 +103,7 @@ class ExpertStream:
         self._forward = 0
         self._mark = 0.0  # host time has been accounted for up to here
         self.step = Step()
+        self.log = DecodeLog(len(widths))
         self.at_rest: Callable[[], None] | None = None
         """Called before each forward, when nothing reads the pools; may replace them."""
 
@@ -115,6 +117,7 @@ class ExpertStream:
         """
         if self.at_rest is not None and not self._pins and not self._outputs:
             self.at_rest()
+        self.log.forward(self.step.counters, single=token is not None)
         self._forward += 1
         self._mark = time.perf_counter()
         self._ready = None
@@ -149,6 +152,7 @@ class ExpertStream:
         if self._ahead is not None:
             self._ahead.end_request()
             self._store.purge(self.step.owner)
+        self.log.end()
         self.step = Step()
 
     # -- called by the model (SwitchRunner) ---------------------------------------------------
@@ -191,6 +195,8 @@ class ExpertStream:
             return self._run_large(switch, x, indices)
         routed = flatten(indices.tolist())
         experts = list(dict.fromkeys(routed))
+        if len(routed) == indices.shape[-1]:
+            self.log.route(switch.group, experts)
         if self._tracer.enabled:
             self._trace_route(switch, experts, len(routed) // indices.shape[-1])
         got = self._demand(switch, experts, ranks)
