@@ -15,6 +15,7 @@ from .terminal import output_console
 if TYPE_CHECKING:
     from ..io.drive import DriveReport
     from .demo import Comparison
+    from .forecast import Forecast
     from .inspection import PlanReport
 
 _UNITS = ("bytes", "kB", "MB", "GB", "TB")
@@ -103,6 +104,21 @@ def print_plan(report: PlanReport) -> None:
         f"everything resident needs {budget_text(report.everything_resident)}, "
         f"with prompt chunks of {report.resident_chunk}"
     )
+    console.print()
+    _print_forecast(report.forecast)
+
+
+def _print_forecast(forecast: Forecast) -> None:
+    console = output_console()
+    table = _table("expected", "each token")
+    table.add_row("hit rate", percent(forecast.hit_rate))
+    table.add_row("read from the drive", size(forecast.bytes_per_token))
+    table.add_row("computing", f"{1000 * forecast.compute_seconds:.1f} ms")
+    table.add_row("waiting for reads", f"{1000 * forecast.read_seconds:.1f} ms")
+    table.add_row("tokens/s", f"{forecast.tokens_per_second:.1f}", style="bold")
+    console.print(table)
+    for line in forecast.assumptions:
+        console.print(Text(f"assumed: {line}", style="dim"))
 
 
 # -- doctor -------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..io.loop import IoLoop
 from ..io.reader import RecordReader
 from ..io.records import Record
+from ..models.errors import ExpertsNotStacked
 from ..models.experts import SiteUse, expert_parameters, install_parameters
 from ..models.lookahead import build_predictor
 from ..models.switch import StreamingSwitch
@@ -40,7 +41,7 @@ from .packed import load_residents
 from .plan import CACHE_BYTES, Plan, fitting_chunk, make_plan, parse_size
 from .prefetch import OFF, PrefetchConfig
 from .pressure import Pressure
-from .profile import DecodeLog, make_profile
+from .profile import DecodeLog, Profile, make_profile
 from .readahead import ReadAhead
 from .resizing import Resizer, watching
 from .store import ExpertStore
@@ -48,7 +49,7 @@ from .streaming import ExpertStream
 from .streams import leased_streams
 from .tokenizing import end_tokens, load_tokenizer_of
 from .tracing import Tracer
-from .user_cache import model_key, save
+from .user_cache import load, model_key, save
 
 logger = logging.getLogger("moestream")
 
@@ -168,7 +169,11 @@ def plan_model(blueprint: Blueprint, settings: Settings) -> Plan:
     if settings.memory == "all":
         slots = max(layer.experts for layer in blueprint.size.layers)
     elif slots is None:
-        budget = automatic_budget() if settings.memory is None else parse_size(settings.memory)
+        budget = (
+            automatic_budget(buffered=_reads_buffered(blueprint, settings))
+            if settings.memory is None
+            else parse_size(settings.memory)
+        )
     return make_plan(
         blueprint.size,
         budget=budget,
@@ -177,6 +182,23 @@ def plan_model(blueprint: Blueprint, settings: Settings) -> Plan:
         slots=slots,
         staging_bytes=settings.prefetch.staged_bytes,
     )
+
+
+def _reads_buffered(blueprint: Blueprint, settings: Settings) -> bool:
+    """Whether experts would come through the page cache: asked for, or their places want it."""
+    if not reads_direct(settings):
+        return True
+    try:
+        record = make_record(blueprint, blueprint.uses[0].site)
+    except ExpertsNotStacked:  # only to be held whole
+        return False
+    return not any(run.direct for run in record.runs)
+
+
+def reads_direct(settings: Settings) -> bool:
+    """Whether reads are to pass by the page cache where alignment allows it."""
+    # They would also pass by what guesses have brought there.
+    return settings.direct and settings.prefetch.destination != "pagecache"
 
 
 @contextmanager
@@ -197,9 +219,7 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
         streamed, records = prepared.streamed, prepared.records
         stack.enter_context(_limits.hold(plan.budget))
         tracer = Tracer(_writable(settings.trace))
-        # Direct reads would pass by what guesses have brought into the page cache.
-        direct = settings.direct and settings.prefetch.destination != "pagecache"
-        reader = RecordReader(records, direct=direct)
+        reader = RecordReader(records, direct=reads_direct(settings))
         stack.callback(reader.close)
         top_k = [use.top_k for use, _ in streamed]
         prefetch = settings.prefetch
@@ -413,7 +433,8 @@ def _profiled(prepared: Prepared, log: DecodeLog) -> Iterator[None]:
     yield
     profile = make_profile(log, streamed, len(layers) - len(streamed))
     if profile is not None:
-        save("profile", key, profile.to_json())
+        older = Profile.from_json(load("profile", key))
+        save("profile", key, profile.completed(older).to_json())
 
 
 @contextmanager

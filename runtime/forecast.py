@@ -98,10 +98,10 @@ def default_curve(layer: LayerSize) -> list[float]:
     """The hit rate of least-recently-used slots for a layer of which nothing is known.
 
     ``1 - (1 - share) ** p``. For evenly used, unrelated experts p is 1. Recorded decoding has p
-    from 4 to 9 with 6 of 128 experts a token (Qwen3-30B-A3B, Gemma 4) and from 3 with 2 of 128 (gpt-oss,
-    a short recording), and 1.6 with 6 of 64 of the demo model, whose routing is trained to be even.
-    The more experts there are for each that is routed to, the more tokens the slots remember; taken
-    is the lower end.
+    from 4 to 9 with 6 of 128 experts a token (Qwen3-30B-A3B, Gemma 4), from 3 with 2 of 128
+    (gpt-oss, a short recording), and 1.6 with 6 of 64 of the demo model, whose routing is trained
+    to be even. The more experts there are for each that is routed to, the more tokens the slots
+    remember; taken is the lower end.
     """
     power = min(max(1.6 + 0.24 * (layer.experts / layer.top_k - 10), 1.6), 4.0)
     return [1.0 - (1.0 - point / GRID) ** power for point in range(GRID + 1)]

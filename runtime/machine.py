@@ -12,7 +12,11 @@ import psutil
 
 AUTOMATIC_SHARE = 0.7
 """Share of the memory that is free now which ``memory=None`` takes (arbitrary: leaves the rest to
-the page cache and to other programs; more cache is not always faster)."""
+other programs)."""
+
+BUFFERED_SHARE = 0.5
+"""The same where reads pass through the page cache, which then is a second cache of experts and
+wants room (arbitrary: more slots are not always faster)."""
 
 PROCESS_GROUPS = Path("/proc/self/cgroup")
 GROUPS = Path("/sys/fs/cgroup")
@@ -63,9 +67,14 @@ def available_bytes() -> int:
     return free
 
 
-def automatic_budget() -> int:
-    """The budget of the process when the caller names none."""
-    return resident_bytes() + int(available_bytes() * AUTOMATIC_SHARE)
+def automatic_budget(*, buffered: bool = False) -> int:
+    """The budget of the process when the caller names none.
+
+    Args:
+        buffered: experts are read through the page cache.
+    """
+    share = BUFFERED_SHARE if buffered else AUTOMATIC_SHARE
+    return resident_bytes() + int(available_bytes() * share)
 
 
 @dataclass(frozen=True, slots=True)

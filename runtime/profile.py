@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from .forecast import WAIT_SECONDS, Costs, Curve, stack_curve
+from .forecast import SYNC_SECONDS, WAIT_SECONDS, Costs, Curve, stack_curve
 from .sizes import LayerSize
 
 if TYPE_CHECKING:
@@ -97,6 +97,15 @@ class Profile:
     costs: Costs
     curves: Mapping[int, Curve]
 
+    def completed(self, older: Profile | None) -> Profile:
+        """This profile, with what only an older one knows: a run without reads learns less."""
+        if older is None:
+            return self
+        costs = self.costs
+        if not costs.byte_seconds:
+            costs = replace(older.costs, compute_seconds=costs.compute_seconds)
+        return Profile(self.tokens, costs, {**older.curves, **self.curves})
+
     def to_json(self) -> dict[str, Any]:
         """Plain values, ready for ``json.dumps``."""
         return {
@@ -138,8 +147,6 @@ def make_profile(log: DecodeLog, streamed: Sequence[LayerSize], whole: int) -> P
         streamed: its streamed layers.
         whole: how many more MoE layers it holds whole.
     """
-    from .forecast import SYNC_SECONDS
-
     if len(log.tokens) < ENOUGH_TOKENS:
         return None
     compute = _typical([token.seconds - token.stall_seconds for token in log.tokens])

@@ -117,7 +117,8 @@ class ExpertStream:
         """
         if self.at_rest is not None and not self._pins and not self._outputs:
             self.at_rest()
-        self.log.forward(self.step.counters, single=token is not None)
+        # With nothing streamed the token is not known yet; a prompt is one forward or two then.
+        self.log.forward(self.step.counters, single=token is not None or not self._tables)
         self._forward += 1
         self._mark = time.perf_counter()
         self._ready = None

@@ -12,9 +12,10 @@ import psutil
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from scripts.make_checkpoint import Shape, make_checkpoint
 
 from moestream.io.errors import MoestreamError
-from moestream.runtime import machine
+from moestream.runtime import core, machine
 from moestream.runtime.errors import BudgetTooSmall, InvalidRequest
 from moestream.runtime.plan import (
     CHUNK_TOKENS,
@@ -358,6 +359,18 @@ def test_the_machine_has_memory() -> None:
     assert 0 < machine.available_bytes() <= psutil.virtual_memory().total
     assert machine.resident_bytes() > MIB
     assert machine.automatic_budget() > machine.resident_bytes()
+
+
+def test_reads_through_the_page_cache_leave_it_room(
+    tmp_path: Path, demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core, "automatic_budget", lambda *, buffered: GIB + buffered)
+    aligned = make_checkpoint(tmp_path / "aligned", Shape(layers=1), aligned=True, quiet=True)
+    buffered = core.prepare(core.Settings(demo)), core.prepare(core.Settings(aligned, direct=False))
+    assert [prepared.plan.budget for prepared in buffered] == [GIB + 1, GIB + 1]
+    assert core.prepare(core.Settings(aligned)).plan.budget == GIB
+    monkeypatch.undo()
+    assert machine.automatic_budget() > machine.automatic_budget(buffered=True)
 
 
 @pytest.fixture
