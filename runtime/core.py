@@ -35,13 +35,14 @@ from .assembly import (
 from .errors import TraceUnwritable
 from .generation import LoadedModel
 from .hub import resolve_model
+from .limits import limits
 from .machine import automatic_budget, process_bytes, return_memory
 from .machine_pressure import find_source
 from .packed import load_residents
-from .plan import CACHE_BYTES, Plan, fitting_chunk, make_plan, parse_size
+from .plan import Plan, fitting_chunk, make_plan, parse_size
 from .prefetch import OFF, PrefetchConfig
 from .pressure import Pressure
-from .profile import DecodeLog, Profile, make_profile
+from .profiling import profiled
 from .readahead import ReadAhead
 from .resizing import Resizer, watching
 from .store import ExpertStore
@@ -49,7 +50,6 @@ from .streaming import ExpertStream
 from .streams import leased_streams
 from .tokenizing import end_tokens, load_tokenizer_of
 from .tracing import Tracer
-from .user_cache import load, model_key, save
 
 logger = logging.getLogger("moestream")
 
@@ -217,7 +217,7 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
         check()
         blueprint, plan, tokenizer = prepared.blueprint, prepared.plan, prepared.tokenizer
         streamed, records = prepared.streamed, prepared.records
-        stack.enter_context(_limits.hold(plan.budget))
+        stack.enter_context(limits.hold(plan.budget))
         tracer = Tracer(_writable(settings.trace))
         reader = RecordReader(records, direct=reads_direct(settings))
         stack.callback(reader.close)
@@ -253,7 +253,7 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
         for group, (use, _) in enumerate(streamed):
             install_parameters(use.site.module, store.groups[group].pool.arrays)
             use.site.put(StreamingSwitch(use.site.module, group, use.site.layer, stream))
-        stack.enter_context(_profiled(prepared, stream.log))
+        stack.enter_context(profiled(blueprint, plan, stream.log))
         resizer = Resizer(store, [use.site.module for use, _ in streamed], top_k, Pressure())
         stream.at_rest = resizer.apply
         source = find_source() if settings.pressure and streamed else None
@@ -320,50 +320,6 @@ def _load_trunk(
     return total
 
 
-class _Limits:
-    """MLX's limits, which are the process's: those of all open engines together.
-
-    The buffer cache is kept small while any engine is open, and the memory limit above the largest
-    budget; the last engine to close restores what was there before the first.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._budgets: list[int | None] = []
-        self._before = (0, 0)
-
-    @contextmanager
-    def hold(self, budget: int | None) -> Iterator[None]:
-        with self._lock:
-            if not self._budgets:
-                cache = mx.set_cache_limit(CACHE_BYTES)
-                memory = mx.set_memory_limit(1 << 62)
-                mx.set_memory_limit(memory)
-                self._before = (cache, memory)
-            self._budgets.append(budget)
-            self._apply()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._budgets.remove(budget)
-                self._apply()
-
-    def _apply(self) -> None:
-        cache, memory = self._before
-        if self._budgets:
-            budgets = [budget for budget in self._budgets if budget is not None]
-            # Without a budget an engine lives with the limit that was there.
-            free = len(budgets) < len(self._budgets) or not budgets
-            mx.set_memory_limit(max(memory, *budgets, 0) if free else sum(budgets))
-        else:
-            mx.set_cache_limit(cache)
-            mx.set_memory_limit(memory)
-
-
-_limits = _Limits()
-
-
 def _writable(trace: Path | None) -> Path | None:
     """The trace file, made empty; refused here rather than after the first tokens."""
     if trace is not None:
@@ -414,27 +370,6 @@ def _calibrated(ahead: ReadAhead, path: Path | None) -> Iterator[None]:
     finally:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(ahead.calibration.to_json()))
-
-
-def profile_key(blueprint: Blueprint) -> str:
-    """Names model, machine and device in the user's cache."""
-    variant = f"{mx.default_device()} {'float32' if blueprint.widen else 'checkpoint'}"
-    return model_key(blueprint.checkpoint.directory, variant=variant)
-
-
-@contextmanager
-def _profiled(prepared: Prepared, log: DecodeLog) -> Iterator[None]:
-    """Keep what decoding has cost for the next plan of this model."""
-    blueprint, slots = prepared.blueprint, prepared.plan.slots
-    layers = blueprint.size.layers
-    streamed = [layer for layer, count in zip(layers, slots, strict=True) if count < layer.experts]
-    key = profile_key(blueprint)
-    del prepared, blueprint
-    yield
-    profile = make_profile(log, streamed, len(layers) - len(streamed))
-    if profile is not None:
-        older = Profile.from_json(load("profile", key))
-        save("profile", key, profile.completed(older).to_json())
 
 
 @contextmanager

@@ -35,7 +35,7 @@ def expect(prepared: Prepared, *, bandwidth: int | None, lanes: int) -> Forecast
         bandwidth: of the drive, bytes per second, if the caller knows.
         lanes: reads in flight.
     """
-    from .core import profile_key
+    from .profiling import profile_key
 
     blueprint, plan = prepared.blueprint, prepared.plan
     size = blueprint.size
