@@ -55,14 +55,17 @@ class DecodeLog:
     def __init__(self, groups: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._before: tuple[float, float, int, int] | None = None
+        self._counters: StepCounters | None = None
         self._number = 0
         self.tokens: deque[TokenCost] = deque(maxlen=KEPT_TOKENS)
         self.routes: list[deque[Sequence[int]]] = [deque(maxlen=KEPT_TOKENS) for _ in range(groups)]
 
     def forward(self, counters: StepCounters, *, single: bool) -> None:
         """A forward begins: of one decoded token, or of something else, which ends the series."""
+        if not single or counters is not self._counters:
+            self.end()
+            self._counters = counters
         if not single:
-            self._before, self._number = None, 0
             return
         now = (self._clock(), counters.stall_seconds, counters.misses, counters.bytes_read)
         if self._before is not None:

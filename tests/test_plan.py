@@ -252,18 +252,25 @@ def test_slots_are_shared_alike(sizes: list[LayerSize], spare: int) -> None:
 
 def test_from_a_share_on_layer_after_layer_becomes_whole() -> None:
     sizes = [layer_of(100, 2, 1000), layer_of(10, 2, 8000), layer_of(100, 2, 1000)]
-    assert share_slots(sizes, 80_000 + 64_000 + 80_000) == [80, 8, 80]
-    assert share_slots(sizes, 80_000 + 64_000 + 80_000 + 15_000) == [95, 8, 80]
-    assert share_slots(sizes, 80_000 + 64_000 + 80_000 + 20_000 + 16_000) == [100, 10, 80]
+    assert WHOLE_FROM == 0.7
+    even = 70_000 + 56_000 + 70_000
+    assert share_slots(sizes, even) == [70, 7, 70]
+    assert share_slots(sizes, even + 15_000) == [85, 7, 70]
+    assert share_slots(sizes, even + 30_000 + 24_000) == [100, 10, 70]
     assert share_slots(sizes, 10**9) == [100, 10, 100]
 
 
 def test_slots_for_what_all_sequences_route_to_at_once() -> None:
     sizes = [layer_of(64, 6, 1000), layer_of(16, 6, 1000)]
-    assert share_slots(sizes, 0, sequences=3) == [18, 16]
+    assert share_slots(sizes, 0, routed_tokens=3) == [18, 16]
     alone = plan(model_of(*sizes), GIB)
     together = make_plan(
-        model_of(*sizes), budget=GIB, process_bytes=50 * MIB, context=1024, sequences=3
+        model_of(*sizes),
+        budget=GIB,
+        process_bytes=50 * MIB,
+        context=1024,
+        sequences=3,
+        routed_tokens=3,
     )
     assert together.kv_bytes == 3 * alone.kv_bytes
     assert together.minimum - alone.minimum == pytest.approx(
