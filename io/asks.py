@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -14,7 +14,7 @@ class ReadHost(Protocol):
 
     ``begin``, ``finish`` and ``dropped`` run on the loop thread and must be short; ``read`` runs in
     a lane thread and blocks. Each key that was asked for ends in exactly one ``finish``,
-    ``dropped`` or ``void``.
+    ``abandoned``, ``dropped`` or ``void``.
     """
 
     def begin(self, entry: Entry) -> int | None:
@@ -28,6 +28,15 @@ class ReadHost(Protocol):
 
     def finish(self, key: Key, slot: int, nbytes: int, error: BaseException | None) -> None:
         """The read has ended; nothing writes into the slot any more unless it was abandoned."""
+
+    def timeout(self, key: Key, job: int, seconds: float) -> BaseException:
+        """The error of a job to which the drive has not answered for so many seconds."""
+
+    def abandoned(self, key: Key, slot: int, error: BaseException) -> Callable[[], None]:
+        """The read is given up, but a lane may still write into the slot.
+
+        Returns what to call, on the loop thread, when nothing writes there any more.
+        """
 
     def dropped(self, keys: Sequence[Key], reason: BaseException | None) -> None:
         """These demands will never be read."""

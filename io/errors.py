@@ -77,6 +77,38 @@ class ChecksumMismatch(ReadFailed):
     """The bytes of one expert in a packed store are not those that were packed."""
 
 
+class ReadTimeout(ReadFailed):
+    """The drive has not answered to the read of one expert for ``read_timeout`` seconds.
+
+    The slot it was meant for stays out of use until the drive answers; the engine stays usable.
+
+    Attributes:
+        seconds: how long it has been waited for.
+    """
+
+    def __init__(
+        self,
+        *,
+        layer: int,
+        expert: int,
+        component: str,
+        path: Path,
+        offset: int,
+        seconds: float,
+        more: str = "",
+    ) -> None:
+        super().__init__(
+            layer=layer,
+            expert=expert,
+            component=component,
+            path=path,
+            offset=offset,
+            problem=f"the drive has not answered for {seconds:.3g} s{more}; check the drive or the "
+            "network that it is on, or raise read_timeout, then try again",
+        )
+        self.seconds = seconds
+
+
 class ReadsPurged(MoestreamError):
     """The queued reads of a request were dropped because it was cancelled. Never escapes."""
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Protocol
@@ -44,6 +46,9 @@ class Read:
         left: jobs that have not ended.
         nbytes: bytes read so far.
         error: the first one; jobs that follow do nothing.
+        withdrawn: no more jobs are handed out; the read ends with those that were.
+        give_back: set when the read was given up while a job of it hangs: says to the owner of the
+            slot that nothing writes there any more.
     """
 
     key: Key
@@ -57,6 +62,8 @@ class Read:
     left: int = field(init=False)
     nbytes: int = 0
     error: BaseException | None = None
+    withdrawn: bool = False
+    give_back: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         self.left = len(self.jobs)
@@ -66,14 +73,29 @@ class Read:
         """Whether a job has not been given to a lane."""
         return self.next < len(self.jobs)
 
+    @property
+    def over(self) -> bool:
+        """Whether every job that is ever done has ended and was collected."""
+        return not self.running if self.withdrawn else not self.left
+
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One job of a read; ``demand`` is how it was counted when it was handed out."""
+    """One job of a read.
+
+    Attributes:
+        read: what it is a part of.
+        index: which part.
+        demand: how it was counted when it was handed out.
+        since: when a lane began it, by the clock of the lanes.
+        lost: it was given up while its lane waits for the drive.
+    """
 
     read: Read
     index: int
     demand: bool
+    since: float = 0.0
+    lost: bool = False
 
 
 class Work(Protocol):
@@ -91,45 +113,78 @@ class Lanes:
     ``report`` only when something can be done about it: a layer call has all its experts, a job of
     a guess has ended, or the lanes are about to run out of jobs while ``more`` wait.
 
+    A lane whose job is given up (``lose``) is replaced by a new one and ends when the drive
+    answers. No more than ``count`` of them are replaced at a time: a drive that answers nothing
+    must not fill the machine with threads. Without a replacement it goes on as a lane when the
+    drive answers.
+
     Args:
         count: threads.
         work: does a job.
         report: asks the loop to call ``collect``; called in a lane, must not raise.
+        clock: seconds that never go back.
     """
 
-    def __init__(self, count: int, work: Work, report: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        count: int,
+        work: Work,
+        report: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.count = count
+        self.alive = 0  # lanes that take jobs
         self.meter = Meter()
         self._work = work
         self._report = report
-        self._lock = threading.Lock()  # guards the counts below, those of reads, and the meter
+        self._clock = clock
+        # Guards the counts below, those of reads, the marks of jobs, and the meter.
+        self._lock = threading.Lock()
         self._out = 0  # demanded jobs that have not ended
-        self._running = 0
+        self._running: dict[Job, threading.Thread] = {}
+        self._lost: dict[Job, threading.Thread] = {}
         self._more = False
         self._told = False
+        self._stopped = False
         self._tokens: SimpleQueue[bool] = SimpleQueue()  # one per job; False ends a lane
         self._demands: deque[Job] = deque()
         self._guesses: deque[Job] = deque()
         self._finished: deque[Job] = deque()
-        # Daemons: a drive that never answers must not keep the interpreter from ending.
-        self._threads = [
-            threading.Thread(target=self._run, name=f"moestream-lane-{i}", daemon=True)
-            for i in range(count)
-        ]
+        self._threads: list[threading.Thread] = []
+        self._started = 0
 
     def start(self) -> None:
         """Start the threads."""
-        for thread in self._threads:
+        self._add(self.count)
+
+    def _add(self, count: int) -> None:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        for number in range(self._started, self._started + count):
+            # Daemons: a drive that never answers must not keep the interpreter from ending.
+            name = f"moestream-lane-{number}"
+            thread = threading.Thread(target=self._run, name=name, daemon=True)
             thread.start()
+            # One by one, so that ``stop`` ends exactly those that were started.
+            self._threads.append(thread)
+            self._started += 1
+            with self._lock:
+                self.alive += 1
 
     def stop(self, *, wait: bool) -> None:
-        """End the threads; what has not begun is forgotten. ``wait`` until the last has ended."""
+        """End the threads; what has not begun is forgotten.
+
+        Args:
+            wait: until the last has ended, but for those that wait for the drive with a lost job.
+        """
         self._demands.clear()
         self._guesses.clear()
-        for _ in self._threads:
+        with self._lock:
+            self._stopped = True
+            alive, hanging = self.alive, set(self._lost.values())
+        for _ in range(alive):
             self._tokens.put(False)
         for thread in self._threads if wait else ():
-            if thread.ident is not None:
+            if thread not in hanging:
                 thread.join()
 
     # -- loop thread --------------------------------------------------------------------------
@@ -164,6 +219,18 @@ class Lanes:
         if tell:
             self._report()
 
+    def part(self, read: Read) -> None:
+        """Another layer call waits for the read, too: its end is told by itself."""
+        with self._lock:
+            batch, read.batch = read.batch, None
+            if batch is None:
+                return
+            batch.left -= read.left > 0
+            tell = (not batch.left or not read.left) and not self._told
+            self._told = self._told or tell
+        if tell:
+            self._report()
+
     def collect(self) -> list[Job]:
         """The jobs that have ended since the last call."""
         with self._lock:
@@ -171,46 +238,105 @@ class Lanes:
         finished = self._finished
         return [finished.popleft() for _ in range(len(finished))]
 
+    # -- loop thread, when the drive does not answer --------------------------------------------
+
+    def oldest(self) -> float | None:
+        """When the job that has been running longest was begun; None when none runs."""
+        with self._lock:
+            return min((job.since for job in self._running), default=None)
+
+    def lose(self, before: float) -> list[Job]:
+        """Give up the jobs that were begun before this time; their lanes are replaced.
+
+        They are ``collect``-ed like others once the drive has answered.
+        """
+        with self._lock:
+            lost = [job for job in self._running if job.since <= before]
+            for job in lost:
+                job.lost = True
+                self._lost[job] = self._running[job]
+                self._end(job)
+                self.alive -= 1
+            replaced = min(self.count - self.alive, 2 * self.count - len(self._lost) - self.alive)
+        with suppress(RuntimeError):  # no more threads can be had: the others go on
+            self._add(max(replaced, 0))
+        return lost
+
+    def drop(self, read: Read, error: BaseException) -> Batch | None:
+        """Let a read end in an error while jobs of it may be running.
+
+        Returns its batch, which has not heard of that.
+        """
+        with self._lock:
+            # Under the lock: a lane that ends a job of it now must not count it, too.
+            batch, read.batch = read.batch if read.left else None, None
+            read.error = read.error or error
+        return batch
+
+    def take_back(self) -> list[Job]:
+        """The jobs that no lane has begun, when there is no lane to do so."""
+        jobs: list[Job] = []
+        for waiting in (self._demands, self._guesses):
+            while (job := self._take(waiting)) is not None:
+                jobs.append(job)
+        with self._lock:
+            self._out -= sum(job.demand for job in jobs)
+        return jobs
+
     # -- lanes --------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while self._tokens.get():
-            job = self._take()
-            if job is not None:  # else `stop` has emptied the queues
-                self._do(job)
+            job = self._take(self._demands) or self._take(self._guesses)
+            # There is none when `stop` or `take_back` has emptied the queues.
+            if job is not None and not self._do(job):
+                return
 
-    def _take(self) -> Job | None:
-        for jobs in (self._demands, self._guesses):
-            try:
-                return jobs.popleft()
-            except IndexError:
-                continue
-        return None
+    @staticmethod
+    def _take(jobs: deque[Job]) -> Job | None:
+        try:
+            return jobs.popleft()
+        except IndexError:
+            return None
 
-    def _do(self, job: Job) -> None:
+    def _do(self, job: Job) -> bool:
+        """Do a job; returns whether this lane is still needed."""
         read = job.read
         with self._lock:
-            self._running += 1
-            self.meter.start(self._running)
+            job.since = self._clock()
+            self._running[job] = threading.current_thread()
+            self.meter.start(len(self._running))
         nbytes, error = 0, read.error
         if error is None:
             try:
                 nbytes = self._work(read.key, read.slot, job.index)
             except BaseException as problem:
                 error = problem
-        self._finished.append(job)
         with self._lock:
-            self._running -= 1
-            self.meter.add(nbytes)
-            self.meter.stop(self._running)
-            self._out -= job.demand
             read.nbytes += nbytes
             read.error = read.error or error
             read.left -= 1
+            needed = True
+            if job.lost:
+                del self._lost[job]
+                needed = self.alive < self.count and not self._stopped
+                self.alive += needed
+            else:
+                self.meter.add(nbytes)
+                self._end(job)
+            # Not before the counts are right: whoever collects it looks at them, and only once.
+            self._finished.append(job)
             tell = self._is_news(job) and not self._told
             self._told = self._told or tell
         if tell:
             self._report()
+        return needed
+
+    def _end(self, job: Job) -> None:
+        """The job runs no more, or is not waited for any more."""
+        del self._running[job]
+        self.meter.stop(len(self._running))
+        self._out -= job.demand
 
     def _is_news(self, job: Job) -> bool:
         read, batch = job.read, job.read.batch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from concurrent.futures import Future
@@ -19,12 +20,17 @@ from .lanes import Batch, Job, Lanes, Read
 from .meter import DriveStatistics
 from .queue import Entry, Key, ReadQueue
 
+READ_TIMEOUT = 60.0
+"""Seconds without an answer of the drive after which a read is given up (arbitrary: drives that
+spin up or retry bad sectors, and file systems of a network, take up to half a minute)."""
+
 
 class IoLoop:
     """Runs the reads. A context manager: the thread lives exactly as long as the ``with`` block.
 
     Contract across the threads: ``submit`` either raises ``LoopClosed`` at once, or each of its
-    keys reaches ``finish``, ``dropped`` or ``void`` of the host, also when the loop dies.
+    keys reaches ``finish``, ``abandoned``, ``dropped`` or ``void`` of the host, also when the loop
+    dies.
 
     Jobs are given out in this order: of demands that have begun, of demands in the queue, of
     guesses that have begun, of guesses in the queue. The last two only while no demand is
@@ -37,6 +43,9 @@ class IoLoop:
         guess_lanes: how many of them guesses may use; None for a quarter.
         lookahead_price: see ``ReadQueue``.
         grace: seconds that ``__exit__`` waits for running reads before it abandons them.
+        read_timeout: seconds after which a read to which the drive does not answer is given up. Its
+            slot stays out of use until the drive answers, its lane is replaced.
+        clock: seconds that never go back; times the lanes' jobs.
     """
 
     def __init__(
@@ -47,9 +56,16 @@ class IoLoop:
         guess_lanes: int | None = None,
         lookahead_price: float = 0.5,
         grace: float = 5.0,
+        read_timeout: float = READ_TIMEOUT,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host = host
-        self._lanes = Lanes(lanes, host.read, self._report)
+        self._lanes = Lanes(lanes, host.read, self._report, clock)
+        self._clock = clock
+        self._read_timeout = read_timeout
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0  # when it should ring
+        self._stuck: Job | None = None  # the last one to be given up, for errors
         # So many jobs are with the lanes that none has to wait for the loop to be given the next.
         self._most = lanes + lanes // 4
         self._guess_lanes = max(lanes // 4, 1) if guess_lanes is None else min(guess_lanes, lanes)
@@ -221,13 +237,19 @@ class IoLoop:
                 self._promote(key)
                 continue
             entry = queue.get(key)
-            if entry is not None and not entry.demand:
-                self._host.promoted(key)
-            queue.demand(key, ask.owner, ask.position)
-            if key not in self._batches:
+            if entry is not None and entry.demand:
+                self._part(key)
+            else:
+                if entry is not None:
+                    self._host.promoted(key)
                 self._batches[key] = batch
                 batch.left += 1
+            queue.demand(key, ask.owner, ask.position)
         for key in ask.joins:
+            entry = queue.get(key)
+            if entry is not None and entry.demand:  # else the end of its first owner would end it
+                queue.demand(key, ask.owner, ask.position)
+            self._part(key)
             self._promote(key)
         if (ask.demands or ask.joins) and self._busy[False]:
             self._delayed_bytes += sum(
@@ -242,6 +264,13 @@ class IoLoop:
         self._credit = min(self._credit, 0.0) + ask.grant
         return queue.drop_stale(ask.position + 1)
 
+    def _part(self, key: Key) -> None:
+        """A second layer call waits for the read; it must not wait for the others of the first."""
+        if key in self._reads:
+            self._lanes.part(self._reads[key])
+        elif (batch := self._batches.pop(key, None)) is not None:
+            self._lanes.settle(batch)
+
     def _promote(self, key: Key) -> None:
         read = self._reads.get(key)
         if read is not None and not read.demand:
@@ -252,7 +281,9 @@ class IoLoop:
                 self._demands.append(read)
 
     def _dispatch(self) -> None:
-        while sum(self._busy) < self._most:
+        if not self._lanes.alive:
+            self._refuse()
+        while self._lanes.alive and sum(self._busy) < self._most:
             read = self._next()
             if read is None:
                 break
@@ -277,12 +308,13 @@ class IoLoop:
     def _begin(self) -> Read | None:
         entry = self._queue.peek()
         assert entry is not None
-        slot = self._host.begin(entry)  # if it raises, `_die` finds the entry in the queue
+        # If one of these raises, `_die` finds the entry in the queue.
+        slot = self._host.begin(entry)
+        jobs = self._host.jobs(entry.key) if slot is not None else ()
         self._queue.pop()
         if slot is None:
             self._give_up([entry], None)
             return None
-        jobs = self._host.jobs(entry.key)
         batch = self._batches.pop(entry.key, None)
         done = self._loop.create_future()
         read = Read(entry.key, slot, entry.demand, jobs, done, batch)
@@ -306,18 +338,27 @@ class IoLoop:
             (self._demands if demand else self._guesses).remove(read)
         self._busy[demand] += 1
         self._lanes.put(job)
+        if self._timer is None:
+            self._arm(self._read_timeout)
 
     def _collect(self) -> None:
         try:
             for job in self._lanes.collect():
-                self._busy[job.demand] -= 1
+                self._busy[job.demand] -= not job.lost
                 read = job.read
                 read.running -= 1
-                if not read.left and not read.done.done():
-                    read.done.set_result(None)
+                if read.over:
+                    self._complete(read)
             self._dispatch()
         except BaseException as fatal:
             self._die(fatal)
+
+    @staticmethod
+    def _complete(read: Read) -> None:
+        if read.give_back is not None:  # long after it was given up
+            read.give_back()
+        elif not read.done.done():
+            read.done.set_result(None)
 
     async def _read(self, read: Read) -> None:
         try:
@@ -326,18 +367,103 @@ class IoLoop:
             self._abandoned = True
             read.error = LoopClosed("the I/O loop was closed while the drive did not answer")
         self._running.discard(_current_task())
-        del self._reads[read.key]
-        self._unfinished -= read.demand
+        if read.give_back is not None:
+            return
+        self._forget(read)
         try:
             self._host.finish(read.key, read.slot, read.nbytes, read.error)
-            if read.key in self._deferred:
-                self._queue.demand(read.key, *self._deferred.pop(read.key))
-                if self._closed:
-                    self._drop_all(LoopClosed("the I/O loop has been closed"))
-            if not self._unfinished:  # guesses may go on
+            # Without unfinished demands guesses may go on.
+            if self._take_deferred(read.key) or not self._unfinished:
                 self._dispatch()
         except BaseException as fatal:
             self._die(fatal)
+
+    def _forget(self, read: Read) -> None:
+        del self._reads[read.key]
+        self._unfinished -= read.demand
+
+    def _take_deferred(self, key: Key) -> bool:
+        if key not in self._deferred:
+            return False
+        self._queue.demand(key, *self._deferred.pop(key))
+        if self._closed:
+            self._drop_all(LoopClosed("the I/O loop has been closed"))
+        return True
+
+    # -- loop thread, when the drive does not answer --------------------------------------------
+
+    def _arm(self, delay: float) -> None:
+        self._due = self._clock() + delay
+        self._timer = self._loop.call_later(delay, self._watch)
+
+    def _watch(self) -> None:
+        """Give up the reads that hang; one timer for all of them."""
+        self._timer = None
+        try:
+            # Late when this process was stopped or starved: then it was not the drive's fault.
+            late = max(self._clock() - self._due, 0.0)
+            self._give_up_late(self._clock() - self._read_timeout - late)
+            if sum(self._busy):
+                oldest = self._lanes.oldest()
+                age = 0.0 if oldest is None else self._clock() - oldest
+                self._arm(max(self._read_timeout - age, min(late, self._read_timeout), 0.001))
+        except BaseException as fatal:
+            self._die(fatal)
+
+    def _give_up_late(self, before: float) -> None:
+        """Give up the reads of which a job was begun before this time and has not ended."""
+        late = self._lanes.lose(before)
+        for job in late:
+            self._busy[job.demand] -= 1
+            self._stuck = job
+        for job in late:
+            if job.read.give_back is None:
+                self._abandon(job)
+        if late:
+            self._dispatch()
+
+    def _abandon(self, job: Job) -> None:
+        read = job.read
+        error = self._timeout(job)
+        self._withdraw(read, error)
+        self._forget(read)
+        read.give_back = _nothing  # so that its task does not report it, whatever happens now
+        if not read.done.done():
+            read.done.set_result(None)
+        read.give_back = self._host.abandoned(read.key, read.slot, error)
+        self._take_deferred(read.key)
+
+    def _withdraw(self, read: Read, error: BaseException) -> None:
+        """No more jobs of the read are handed out, and those that were do nothing."""
+        read.withdrawn = True
+        for reads in (self._demands, self._guesses):
+            if read in reads:
+                reads.remove(read)
+        batch = self._lanes.drop(read, error)
+        if batch is not None:
+            self._lanes.settle(batch)
+
+    def _timeout(self, job: Job) -> BaseException:
+        return self._host.timeout(job.read.key, job.index, self._clock() - job.since)
+
+    def _refuse(self) -> None:
+        """All lanes hang: nothing that they have not begun may wait for them."""
+        stuck = self._stuck
+        assert stuck is not None
+        for job in self._lanes.take_back():
+            self._busy[job.demand] -= 1
+            job.read.running -= 1
+        for read in list(self._reads.values()):
+            if read.left:
+                self._withdraw(read, self._timeout(stuck))
+                if read.over:
+                    self._complete(read)
+        demands = []
+        while (entry := self._queue.peek()) is not None and entry.demand:
+            self._queue.pop()
+            demands.append(entry)
+        if demands:
+            self._give_up(demands, self._timeout(stuck))
 
     def _die(self, error: BaseException) -> None:
         with self._lock:
@@ -359,6 +485,10 @@ class IoLoop:
             self._host.dropped(demands, reason)
         if guesses:
             self._host.void(guesses, reason)
+
+
+def _nothing() -> None:
+    return None
 
 
 async def _running_loop() -> asyncio.AbstractEventLoop:

@@ -11,13 +11,25 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypedDict
 
 import numpy as np
 
-from .errors import ChecksumMismatch, ReadFailed
+from .errors import ChecksumMismatch, ReadFailed, ReadTimeout
 from .records import Part, Record, Run
 
 Preadv = Callable[[int, Sequence[memoryview], int], int]
+
+
+class Place(TypedDict):
+    """Where a read has failed, as its errors name it."""
+
+    layer: int
+    expert: int
+    component: str
+    path: Path
+    offset: int
+
 
 CHANGED = "its bytes are not those that were written"
 
@@ -32,15 +44,17 @@ class RecordReader:
     Args:
         records: one per MoE layer; ``read`` addresses them by index.
         direct: use direct I/O for runs whose alignment allows it, buffered reads for the others.
-        preadv: stands in for ``os.preadv`` in fault tests.
+        preadv: stands in for ``os.preadv`` where faults are tried, see ``faults.FaultyDrive``; may
+            be exchanged later.
     """
 
     def __init__(
         self, records: Sequence[Record], *, direct: bool = True, preadv: Preadv = os.preadv
     ) -> None:
         self._records = tuple(records)
-        self._preadv = preadv
+        self.preadv = preadv
         self._lane = threading.local()
+        self._reading: dict[tuple[int, int, int], Part] = {}  # (group, expert, job) -> at this part
         self._scratch_bytes = max(
             (part.scratch_bytes for r in records for job in r.jobs for part in job), default=0
         )
@@ -93,9 +107,28 @@ class RecordReader:
         """Fill what one job of ``Record.jobs`` covers; otherwise as ``read``."""
         record = self._records[group]
         parts = record.jobs[job]
-        for part in parts:
-            self._read_part(record, part, expert, rows)
+        place = (group, expert, job)
+        try:
+            for part in parts:
+                self._reading[place] = part
+                self._read_part(record, part, expert, rows)
+        finally:
+            self._reading.pop(place, None)
         return sum(part.nbytes for part in parts)
+
+    def timeout(
+        self, group: int, expert: int, job: int, seconds: float, *, more: str = ""
+    ) -> ReadTimeout:
+        """The error of a job that has been waiting for the drive for so long. Any thread.
+
+        Args:
+            group, expert, job: as for ``read_job``.
+            seconds: how long.
+            more: what else is to be said.
+        """
+        record = self._records[group]
+        part = self._reading.get((group, expert, job), record.jobs[job][0])
+        return ReadTimeout(**self._place(record, part, expert), seconds=seconds, more=more)
 
     def warm_job(self, group: int, expert: int, job: int) -> int:
         """Bring what one job covers into the page cache, if the system takes such advice.
@@ -132,26 +165,28 @@ class RecordReader:
         if scratch is not None:
             _distribute(record, part, scratch, rows)
 
-    @staticmethod
     def _failure(
-        kind: type[ReadFailed], record: Record, part: Part, expert: int, problem: str
+        self, kind: type[ReadFailed], record: Record, part: Part, expert: int, problem: str
     ) -> ReadFailed:
+        return kind(**self._place(record, part, expert), problem=problem)
+
+    @staticmethod
+    def _place(record: Record, part: Part, expert: int) -> Place:
         first = (*part.straight, *part.staged)[0].member
-        return kind(
-            layer=record.layer,
-            expert=expert,
-            component=record.components[first].name,
-            path=part.run.path,
-            offset=record.offset(part, expert),
-            problem=problem,
-        )
+        return {
+            "layer": record.layer,
+            "expert": expert,
+            "component": record.components[first].name,
+            "path": part.run.path,
+            "offset": record.offset(part, expert),
+        }
 
     def _fill(self, part: Part, buffers: list[memoryview], offset: int) -> None:
         run, nbytes = part.run, part.nbytes
         descriptor = self._direct.get(run.path) if run.direct else None
         if descriptor is not None:
             try:
-                done = self._preadv(descriptor, buffers, offset)
+                done = self.preadv(descriptor, buffers, offset)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
@@ -160,12 +195,12 @@ class RecordReader:
                 self._direct.pop(run.path, None)
                 done = 0
         else:
-            done = self._preadv(self._buffered[run.path], buffers, offset)
+            done = self.preadv(self._buffered[run.path], buffers, offset)
         # Short reads are completed through the page cache: a direct remainder is unaligned. The
         # padding may lie behind the end of the file and is not waited for.
         while done < nbytes:
             rest = remaining(buffers, done)
-            more = self._preadv(self._buffered[run.path], rest, offset + done)
+            more = self.preadv(self._buffered[run.path], rest, offset + done)
             if more <= 0:
                 raise EOFError(f"the file ends {nbytes - done} bytes early")
             done += more

@@ -120,34 +120,37 @@ class FoldedGates:
             residual: ``[1, 1, hidden]``.
             width: how many experts.
         """
-        assert self._matrix is not None
         first = self._at[targets[0]]
-        last = first + len(targets)
-        scores = self._scores(first, last, residual.reshape(-1, 1))[..., 0]
+        scores = self._scores(first, first + len(targets), residual.reshape(1, -1))[0]
         return mx.argsort(scores, axis=-1)[:, : -width - 1 : -1]
 
-    def _scores(self, first: int, last: int, columns: mx.array) -> mx.array:
-        """Selection scores ``[last - first, experts, tokens]`` for residuals as columns."""
+    def _scores(self, first: int, last: int, x: mx.array) -> mx.array:
+        """Selection scores ``[tokens, last - first, experts]`` for residuals ``[tokens, hidden]``.
+
+        The residual stands on the left: MLX's CPU backend takes 97 us for a matrix times a column
+        of this size and 16 us for a row times the transposed matrix (measured).
+        """
         assert self._matrix is not None
         matrix = self._parts.get((first, last))
         if matrix is None:
-            matrix = self._parts[first, last] = self._matrix[first:last]
+            part = self._matrix[first:last]
+            matrix = self._parts[first, last] = part.reshape(-1, part.shape[-1]).T
+        shape = (x.shape[0], last - first, -1)
         if self._activation is None and self._bias is None and self._offset is None:
             # One positive factor per token changes no order: the norm's division is left out.
-            return matrix @ columns
-        x = mx.fast.rms_norm(columns.T, None, 1e-6).T
-        scores = matrix @ x
+            return (x @ matrix).reshape(shape)
+        scores = (mx.fast.rms_norm(x, None, 1e-6) @ matrix).reshape(shape)
         if self._offset is not None:
-            scores = scores + self._offset[first:last, :, None]
+            scores = scores + self._offset[first:last]
         if self._activation is not None:
             scores = self._activation(scores)
         if self._bias is not None:
-            scores = scores + self._bias[first:last, :, None]
+            scores = scores + self._bias[first:last]
         return scores
 
     def _rank_many(self, target: int, x: mx.array) -> mx.array:
         place = self._at[target]
-        scores = self._scores(place, place + 1, x[0].T)[0].T
+        scores = self._scores(place, place + 1, x[0])[:, 0]
         return mx.argsort(scores, axis=-1)[:, :-5:-1]
 
 

@@ -13,6 +13,7 @@ import typer
 from . import cli_options as options
 from . import pack_cli, serve_cli, trace_cli
 from .errors import BudgetTooSmall
+from .policies import DEFAULT_POLICY
 from .terminal import note, print_json, show_error
 
 if TYPE_CHECKING:
@@ -106,8 +107,10 @@ def run(
     no_direct: options.NoDirect = False,
     lanes: options.Lanes = None,
     prefetch: options.Prefetch = "off",
+    policy: options.Policy = DEFAULT_POLICY,
     trace: options.Trace = None,
     checksum: options.Checksum = False,
+    read_timeout: options.ReadTimeout = None,
     debug: options.Debug = False,
 ) -> None:
     """Generate text behind a prompt."""
@@ -127,7 +130,18 @@ def run(
         "ignore_eos": ignore_eos,
     }
     opened = EngineOptions(
-        model, memory, slots, context, dtype, not no_direct, lanes, prefetch, trace, checksum
+        model,
+        memory,
+        slots,
+        context,
+        dtype,
+        not no_direct,
+        lanes,
+        prefetch,
+        trace,
+        checksum,
+        policy,
+        read_timeout,
     )
     text = read_prompt(prompt)
     request = messages(text, system) if chat else text
@@ -170,8 +184,10 @@ def chat(
     no_direct: options.NoDirect = False,
     lanes: options.Lanes = None,
     prefetch: options.Prefetch = "off",
+    policy: options.Policy = DEFAULT_POLICY,
     trace: options.Trace = None,
     checksum: options.Checksum = False,
+    read_timeout: options.ReadTimeout = None,
     debug: options.Debug = False,
 ) -> None:
     """Talk with a model, line by line."""
@@ -190,7 +206,18 @@ def chat(
         "ignore_eos": ignore_eos,
     }
     opened = EngineOptions(
-        model, memory, slots, context, dtype, not no_direct, lanes, prefetch, trace, checksum
+        model,
+        memory,
+        slots,
+        context,
+        dtype,
+        not no_direct,
+        lanes,
+        prefetch,
+        trace,
+        checksum,
+        policy,
+        read_timeout,
     )
     talk(opened, sampling, system=system, stats=not no_stats)
 

@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .plan import parse_size
+from .policies import PolicyName
 
 DEBUG = "moestream.debug"
 """Key of the debug switch in the context that all commands of one call share."""
@@ -189,6 +190,13 @@ Prefetch = Annotated[
         rich_help_panel=_ENGINE,
     ),
 ]
+Policy = Annotated[
+    PolicyName,
+    typer.Option(
+        help="Which expert gives up its slot first; 'moestream trace replay' compares them.",
+        rich_help_panel=_ENGINE,
+    ),
+]
 Trace = Annotated[
     str | None,
     typer.Option(metavar="FILE", help="Write a trace of every event.", rich_help_panel=_ENGINE),
@@ -198,6 +206,16 @@ Checksum = Annotated[
     flag(
         "--checksum",
         "Check every expert that is read from a packed store.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+ReadTimeout = Annotated[
+    float | None,
+    typer.Option(
+        min=0.001,
+        metavar="SECONDS",
+        show_default="60",
+        help="Fail a request when the drive does not answer to a read for so long.",
         rich_help_panel=_ENGINE,
     ),
 ]

@@ -15,13 +15,14 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..io.loop import IoLoop
+from ..io.loop import READ_TIMEOUT, IoLoop
 from ..io.reader import RecordReader
 from ..io.records import Record
 from ..models.errors import ExpertsNotStacked
 from ..models.experts import SiteUse, expert_parameters, install_parameters
 from ..models.lookahead import build_predictor
 from ..models.switch import StreamingSwitch
+from . import warmstart
 from .arguments import check_trace_path
 from .assembly import (
     Blueprint,
@@ -40,6 +41,7 @@ from .machine import automatic_budget, process_bytes, return_memory
 from .machine_pressure import find_source
 from .packed import load_residents
 from .plan import Plan, fitting_chunk, make_plan, parse_size
+from .policies import DEFAULT_POLICY, POLICIES, PolicyName
 from .prefetch import OFF, PrefetchConfig
 from .pressure import Pressure
 from .profiling import profiled
@@ -77,6 +79,8 @@ class Settings:
     calibration: Path | None = None
     checksum: bool = False
     pressure: bool = True
+    policy: PolicyName = DEFAULT_POLICY
+    read_timeout: float = READ_TIMEOUT
 
 
 @dataclass(slots=True)
@@ -230,8 +234,14 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
             tracer=tracer,
             top_k=top_k,
             prefetch=prefetch,
+            policy=POLICIES[settings.policy],
         )
-        loop = IoLoop(store, lanes=settings.lanes, lookahead_price=prefetch.lookahead_price)
+        loop = IoLoop(
+            store,
+            lanes=settings.lanes,
+            lookahead_price=prefetch.lookahead_price,
+            read_timeout=settings.read_timeout,
+        )
         stack.enter_context(loop)
         store.connect(loop)
         if tracer.enabled:
@@ -267,7 +277,7 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
             ahead.start()
             for warning in predictor.warnings:
                 logger.warning("%s; they are read on demand", warning)
-            stack.enter_context(_calibrated(ahead, settings.calibration))
+        stack.enter_context(_remembered(store, ahead, settings.calibration))
         loaded = LoadedModel(
             model=model,
             tokenizer=tokenizer,
@@ -350,26 +360,42 @@ def _about(prepared: Prepared, settings: Settings) -> dict[str, Any]:
         "version": 1,
         "model": prepared.blueprint.checkpoint.directory.name,
         "layers": layers,
+        "policy": settings.policy,
         "config": asdict(settings.prefetch),
     }
 
 
 @contextmanager
-def _calibrated(ahead: ReadAhead, path: Path | None) -> Iterator[None]:
-    """Start from a saved calibration, if there is one, and save what was learnt at the end."""
+def _remembered(store: ExpertStore, ahead: ReadAhead | None, path: Path | None) -> Iterator[None]:
+    """Start from what earlier runs have learnt, if that was saved, and save it at the end.
+
+    The experts that they used most are read at once, while nobody waits for the drive.
+    """
     if path is None:
         yield
         return
+    records = [group.record for group in store.groups]
+    heat = warmstart.from_json({}, records)
     if path.exists():
         try:
-            ahead.calibration.load_json(json.loads(path.read_text()))
+            saved = json.loads(path.read_text())
+            heat = warmstart.from_json(saved.get("heat", {}), records)
+            if ahead is not None:
+                ahead.calibration.load_json(saved)
         except (OSError, ValueError, TypeError, AttributeError) as error:
             logger.warning("the calibration in %s cannot be used: %s", path, error)
+    for group, counts in zip(store.groups, heat, strict=True):
+        group.residency.seed(counts)
+    slots = [group.residency.slots for group in store.groups]
+    store.preload(warmstart.in_file_order(warmstart.choose(heat, slots), records))
     try:
         yield
     finally:
+        uses = [group.residency.uses for group in store.groups]
+        merged = [warmstart.merge(old, new) for old, new in zip(heat, uses, strict=True)]
+        table = {} if ahead is None else ahead.calibration.to_json()
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(ahead.calibration.to_json()))
+        path.write_text(json.dumps({**table, "heat": warmstart.to_json(merged, records)}))
 
 
 @contextmanager

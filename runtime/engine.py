@@ -13,14 +13,16 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypedDict, Unpack
 
 from ..io.errors import MoestreamError
+from ..io.loop import READ_TIMEOUT
 from .api import Chunk, Generation, Statistics
-from .arguments import path_argument, whole
+from .arguments import path_argument, real, show, whole
 from .assembly import Progress
 from .compute import ComputeThread
 from .core import DEFAULT_LANES, Core, Settings, running_core
 from .errors import EngineClosed, InvalidRequest, OpenFailed
 from .jobs import GenerationJob, Totals
 from .plan import Plan
+from .policies import DEFAULT_POLICY, POLICIES, PolicyName
 from .prefetch import OFF, PrefetchConfig
 from .request import Request, State
 from .resizing import wake_with
@@ -77,10 +79,12 @@ class Engine:
         lanes: int = DEFAULT_LANES,
         prefetch: PrefetchConfig | Literal["off"] | None = None,
         calibration: str | Path | None = None,
+        policy: PolicyName = DEFAULT_POLICY,
         trace: str | Path | None = None,
         progress: Progress | None = None,
         checksum: bool = False,
         pressure: Literal["auto", "off"] = "auto",
+        read_timeout: float = READ_TIMEOUT,
     ) -> Engine:
         """Open a model.
 
@@ -97,14 +101,20 @@ class Engine:
             lanes: reads in flight at once.
             prefetch: how experts are read ahead, see ``PrefetchConfig``; "off" and None read them
                 when they are routed to.
-            calibration: file that keeps what was learnt about predictions for the next start; only
-                with ``prefetch``.
+            calibration: file that keeps what was learnt for the next start: which experts were used
+                most, which are then read before the first request, and with ``prefetch`` how well
+                predictions come true.
+            policy: which expert gives up its slot first: "successors" goes by how often experts are
+                used and by which come after which, "lfu-decay" by how often alone, "lru" by how
+                long ago.
             trace: file for a trace that opens in Perfetto.
             progress: called on the compute thread with (bytes, bytes in all) while loading.
             checksum: check every record that is read against the checksums of a packed store; one
                 that does not match fails the request with ``ChecksumMismatch``.
             pressure: "auto" gives slots up while the machine, or a control group that the process
                 is in, runs short of memory, and takes them back slowly; "off" keeps them.
+            read_timeout: seconds after which a read to which the drive does not answer fails its
+                request with ``ReadTimeout``; the engine goes on without the slot until it does.
 
         Raises:
             MoestreamError: one of its subclasses says what is wrong and what would do.
@@ -122,6 +132,8 @@ class Engine:
             calibration,
             checksum,
             pressure,
+            policy,
+            read_timeout,
         )
         given_up = threading.Event()
 
@@ -294,6 +306,8 @@ def _settings(
     calibration: str | Path | None,
     checksum: bool,
     pressure: str,
+    policy: PolicyName,
+    read_timeout: float,
 ) -> Settings:
     slots = None if slots is None else whole("slots", slots, least=1)
     context = None if context is None else whole("context", context, least=1)
@@ -306,6 +320,8 @@ def _settings(
         prefetch = OFF
     elif not isinstance(prefetch, PrefetchConfig):
         raise InvalidRequest(f"prefetch={prefetch!r} must be a PrefetchConfig, 'off' or None")
+    if not isinstance(policy, str) or policy not in POLICIES:
+        raise InvalidRequest(f"policy={show(policy)} must be one of {', '.join(POLICIES)}")
     return Settings(
         model=model,
         memory=memory,
@@ -319,6 +335,8 @@ def _settings(
         calibration=path_argument("calibration", calibration),
         checksum=bool(checksum),
         pressure=pressure == "auto",
+        policy=policy,
+        read_timeout=real("read_timeout", read_timeout, 0.001, 1e6),
     )
 
 

@@ -1,29 +1,46 @@
-"""Which resident expert of a layer is given up first."""
+"""Which resident expert of a layer is given up first: the interface, and the simplest order."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 
 class Policy(Protocol):
-    """Order of the resident experts of one layer, coldest first. Pure; called under the lock."""
+    """Order of the experts of one layer that hold a slot, coldest first.
 
-    def used(self, expert: int) -> None:
-        """A resident or arriving expert has been routed to."""
+    Pure: depends on the calls of these methods alone. Called under the store's lock, by the compute
+    thread and, for guesses, by the loop thread.
+    """
+
+    def seed(self, heat: Sequence[float]) -> None:
+        """How much each expert was used by earlier runs, in any unit; told first of all."""
+
+    def routed(self, experts: Sequence[int]) -> None:
+        """A layer call wants these distinct experts, whether they hold a slot or not.
+
+        Told before the call's slots are assigned. Of a prompt the hottest come last.
+        """
+
+    def tokens(self, rows: Sequence[Sequence[int]]) -> None:
+        """The experts of the last tokens of a prompt, in order; told before the prompt's calls."""
 
     def added(self, expert: int) -> None:
-        """The expert has got a slot."""
+        """The expert has got a slot, for the call that was just routed or for a guess."""
 
     def removed(self, expert: int) -> None:
         """The expert has lost its slot."""
 
+    def keep(self, expert: int) -> None:
+        """The expert, which holds a slot, is predicted for the layer's next call."""
+
     def coldest(self) -> Iterator[int]:
-        """Experts that hold a slot, the one to give up first in front."""
+        """Every expert that holds a slot, the one to give up first in front."""
 
 
-PolicyFactory = Callable[[], Policy]
+PolicyFactory = Callable[[int, int], Policy]
+"""Makes the policy of a layer from its number of experts and the width of its routing."""
 
 
 class LeastRecentlyUsed:
@@ -32,8 +49,17 @@ class LeastRecentlyUsed:
     def __init__(self) -> None:
         self._order: OrderedDict[int, None] = OrderedDict()
 
-    def used(self, expert: int) -> None:
-        self._order.move_to_end(expert)
+    def seed(self, heat: Sequence[float]) -> None:
+        pass  # what was not used in this run has no age
+
+    def routed(self, experts: Sequence[int]) -> None:
+        order = self._order
+        for expert in experts:
+            if expert in order:
+                order.move_to_end(expert)
+
+    def tokens(self, rows: Sequence[Sequence[int]]) -> None:
+        pass  # the order of the prompt's call says all
 
     def added(self, expert: int) -> None:
         self._order[expert] = None
@@ -41,5 +67,13 @@ class LeastRecentlyUsed:
     def removed(self, expert: int) -> None:
         del self._order[expert]
 
+    def keep(self, expert: int) -> None:
+        self._order.move_to_end(expert)
+
     def coldest(self) -> Iterator[int]:
         return iter(self._order)
+
+
+def least_recently_used(experts: int, width: int) -> Policy:
+    """The factory of ``LeastRecentlyUsed``, which needs no sizes."""
+    return LeastRecentlyUsed()

@@ -19,7 +19,7 @@ from .residency import NONE
 from .store import Demanded, ExpertStore
 from .tracing import Tracer
 
-HOST_SECONDS = 200e-6
+HOST_SECONDS = 100e-6
 """Interpreter time of one read, on the loop and in a lane (measured on two slow cores: the compute
 thread cannot build graphs meanwhile)."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ..io.queue import ReadQueue
 from .replay_forecast import Forecast
-from .replay_policies import LayerCache, PolicyOfCalls
+from .replay_policies import LayerCache, PolicyOfCalls, policy_of
 from .terminal import Report
 from .trace_records import Route, prompt_forwards
 
@@ -116,8 +116,9 @@ class Replay:
 
     Args:
         routes: the layer calls in order. Forwards of more than one token are prompts.
-        slots: per group.
-        record_bytes: per group.
+        experts: per group, as the next two.
+        slots: of the cache.
+        record_bytes: of an expert.
         policy: makes the policy of a layer from that layer's calls.
         forecast: guesses per call; None guesses nothing.
         drive: what reads take.
@@ -127,6 +128,7 @@ class Replay:
     def __init__(
         self,
         routes: Sequence[Route],
+        experts: Mapping[int, int],
         slots: Mapping[int, int],
         record_bytes: Mapping[int, int],
         policy: PolicyOfCalls,
@@ -139,10 +141,13 @@ class Replay:
         self._drive = drive
         self._compute = compute
         self._forecast = forecast
-        calls: dict[int, list[tuple[int, ...]]] = {}
+        by_group: dict[int, list[Route]] = {}
         for route in routes:
-            calls.setdefault(route.group, []).append(route.experts)
-        self._caches = {g: LayerCache(slots[g], policy(calls[g])) for g in calls}
+            by_group.setdefault(route.group, []).append(route)
+        self._caches = {
+            g: LayerCache(slots[g], policy_of(policy, own, experts[g]), record_bytes[g])
+            for g, own in by_group.items()
+        }
         prompts = prompt_forwards(routes)
         # Without a single token decoded, the prompts are all there is to tell about.
         decoding = any(route.forward not in prompts for route in routes)
@@ -173,6 +178,7 @@ class Replay:
     def _call(self, route: Route) -> None:
         cache, asked = self._caches[route.group], self.now
         self._pinned = (route.group, frozenset(route.experts))
+        cache.routed(route)
         self._demand(route, cache)
         stale = self._queue.drop_stale(self._position + 1)
         self._guess()
@@ -183,7 +189,7 @@ class Replay:
         for expert in route.experts:
             if cache.used(expert) and self._counting:
                 self._counts.used_bytes += self._record_bytes[route.group]
-        cache.settle(route.experts)
+        cache.settle()
         self._counts.stale += len(stale)
         self._advance(self.now + self._compute)
 

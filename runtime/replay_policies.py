@@ -1,7 +1,7 @@
-"""Eviction policies for replays, and a cache of one layer without any clock.
+"""Policies that only replays have, and a cache of one layer without any clock.
 
-All of them are ``runtime.policy.Policy``: pure, and told of every use. A layer call is atomic: none
-of its experts is evicted to make room for another one.
+The others are the engine's own classes. A layer call is atomic: none of its experts is evicted to
+make room for another one.
 """
 
 from __future__ import annotations
@@ -9,8 +9,12 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
-from .policy import LeastRecentlyUsed, Policy
+from . import policies
+from .policy import LeastRecentlyUsed, Policy, PolicyFactory
+from .trace_records import Route
+from .waves import wave_size
 
 Calls = Sequence[tuple[int, ...]]
 """The routed experts of one layer, call by call; distinct within a call."""
@@ -19,48 +23,15 @@ Calls = Sequence[tuple[int, ...]]
 class FirstInFirstOut(LeastRecentlyUsed):
     """FIFO: the expert that got its slot first goes first, however often it is used."""
 
-    def used(self, expert: int) -> None:
+    def routed(self, experts: Sequence[int]) -> None:
         pass
-
-
-class DecayedFrequency:
-    """LFU with exponential decay: the expert with the smallest sum of aged uses goes first.
-
-    Experts keep their sums while they have no slot.
-
-    Args:
-        half_life: after so many uses of the layer's experts, a use counts half.
-    """
-
-    def __init__(self, half_life: float = 128.0) -> None:
-        self._half_life = half_life
-        self._now = 0
-        self._held: dict[int, None] = {}
-        # log2 of the sum of 2^(time of use / half life): aging scales all alike, so none is redone.
-        self._weight: dict[int, float] = {}
-
-    def used(self, expert: int) -> None:
-        self._now += 1
-        new = self._now / self._half_life
-        old = self._weight.get(expert, -math.inf)
-        self._weight[expert] = max(old, new) + math.log2(1 + 2 ** -abs(old - new))
-
-    def added(self, expert: int) -> None:
-        self._held[expert] = None
-
-    def removed(self, expert: int) -> None:
-        del self._held[expert]
-
-    def coldest(self) -> Iterator[int]:
-        weight = self._weight
-        return iter(sorted(self._held, key=lambda expert: weight.get(expert, -math.inf)))
 
 
 class Belady:
     """The perfect cache: the expert whose next use is furthest away goes first.
 
     Args:
-        calls: every call there will be; each must be reported by ``used`` in this order.
+        calls: every call there will be; each must be reported by ``routed``, in one or more parts.
     """
 
     def __init__(self, calls: Calls) -> None:
@@ -70,14 +41,24 @@ class Belady:
                 self._future.setdefault(expert, deque()).append(index)
         self._held: dict[int, None] = {}
 
-    def used(self, expert: int) -> None:
-        self._future[expert].popleft()
+    def seed(self, heat: Sequence[float]) -> None:
+        pass
+
+    def routed(self, experts: Sequence[int]) -> None:
+        for expert in experts:
+            self._future[expert].popleft()
+
+    def tokens(self, rows: Sequence[Sequence[int]]) -> None:
+        pass
 
     def added(self, expert: int) -> None:
         self._held[expert] = None
 
     def removed(self, expert: int) -> None:
         del self._held[expert]
+
+    def keep(self, expert: int) -> None:
+        pass  # it knows better than any prediction
 
     def coldest(self) -> Iterator[int]:
         return iter(sorted(self._held, key=self._next, reverse=True))
@@ -87,34 +68,66 @@ class Belady:
         return uses[0] if uses else math.inf
 
 
-PolicyOfCalls = Callable[[Calls], Policy]
+PolicyOfCalls = Callable[[Calls, int, int], Policy]
+"""Makes the policy of a layer from its calls, its number of experts and the width of a token."""
+
+
+def _online(make: PolicyFactory, calls: Calls, experts: int, width: int) -> Policy:
+    return make(experts, width)
+
 
 POLICIES: dict[str, PolicyOfCalls] = {
-    "lru": lambda calls: LeastRecentlyUsed(),
-    "lfu-decay": lambda calls: DecayedFrequency(),
-    "belady": Belady,
-    "fifo": lambda calls: FirstInFirstOut(),
+    **{name: partial(_online, make) for name, make in policies.POLICIES.items()},
+    "fifo": lambda calls, experts, width: FirstInFirstOut(),
+    "belady": lambda calls, experts, width: Belady(calls),
 }
+
+
+def policy_of(make: PolicyOfCalls, routes: Sequence[Route], experts: int) -> Policy:
+    """The policy of the layer that made these calls; a token's routing is as wide as its widest."""
+    calls = [route.experts for route in routes]
+    width = max((len(route.experts) for route in routes if route.tokens == 1), default=1)
+    return make(calls, experts, width)
 
 
 class LayerCache:
     """The slots of one layer in a replay.
 
-    A call of more experts than slots passes through in waves: it may hold more than there is room
-    for until ``settle``, which leaves what the policy wants to keep.
+    A call of more experts than slots passes through in waves, like the engine's: those that are
+    there first. Until ``settle``, which works out what is left of them, it may hold too many.
+    Belady's cache, being the bound, may keep any of them.
 
     Args:
         slots: how many experts it holds, at least 1.
         policy: order of eviction.
+        record_bytes: of an expert; 0 where it is not known. Decides how large waves are.
     """
 
-    def __init__(self, slots: int, policy: Policy) -> None:
+    def __init__(self, slots: int, policy: Policy, record_bytes: int = 0) -> None:
         self.slots = slots
+        self._record_bytes = record_bytes
         self._policy = policy
         self.ready: set[int] = set()
         self.reading: set[int] = set()
         self.due: OrderedDict[int, int] = OrderedDict()
         """Experts read on a guess and not used yet, and the position they are meant for."""
+        self.evicted: list[int] = []
+        """What has been given up so far."""
+        self._waves: list[int] = []  # the experts of a call too large, in the engine's order
+        self._unbooked: set[int] = set()  # of these, those that the policy has not been told of
+
+    def routed(self, route: Route) -> None:
+        """A layer call begins."""
+        experts = route.experts
+        if route.tokens > 1:
+            self._policy.tokens(route.tail)
+        if len(experts) <= self.slots:
+            self._policy.routed(experts)
+            return
+        here = [expert for expert in experts if expert in self.ready]
+        missing = [expert for expert in experts if expert not in self.ready]
+        self._waves = here + missing
+        self._unbooked = {expert for expert in missing if expert not in self.reading}
 
     def __contains__(self, expert: int) -> bool:
         return expert in self.ready or expert in self.reading
@@ -126,7 +139,8 @@ class LayerCache:
     def reserve(self, expert: int) -> None:
         """Give the expert a slot that has been made free; its bytes are on their way."""
         self.reading.add(expert)
-        self._policy.added(expert)
+        if expert not in self._unbooked:
+            self._policy.added(expert)
 
     def arrived(self, expert: int) -> None:
         self.reading.remove(expert)
@@ -134,7 +148,6 @@ class LayerCache:
 
     def used(self, expert: int) -> bool:
         """The call has used the expert; whether it is the first use of a guess."""
-        self._policy.used(expert)
         return self.due.pop(expert, None) is not None
 
     def make_room(self, keep: Iterable[int], position: int, *, guess: bool = False) -> bool:
@@ -152,33 +165,63 @@ class LayerCache:
             self._evict(victims[0])
         return bool(victims)
 
-    def settle(self, call: Iterable[int]) -> None:
-        """Give up what a call larger than the slots has left over; its waves took every slot."""
-        if self.free < 0:
-            used = set(call)
-            cold = sorted(self._policy.coldest(), key=lambda expert: expert in used)
-            for expert in [e for e in cold if e in self.ready][: -self.free]:
-                self._evict(expert)
+    def settle(self) -> None:
+        """The call has ended. If it was larger than the slots: go through it in waves."""
+        waves, self._waves = self._waves, []
+        unbooked, self._unbooked = self._unbooked, set()
+        bound = isinstance(self._policy, Belady)
+        room = max(self.slots - len(self.reading), 1)
+        size = len(waves) or 1 if bound else wave_size(room, self._record_bytes)
+        held = len(self.ready) + len(self.reading) - len(unbooked)
+        before: list[int] = []  # is computed while the next wave is read
+        for start in range(0, len(waves), size):
+            wave = waves[start : start + size]
+            self._policy.routed(wave)
+            kept = [*before, *wave] if size < room else wave
+            before = wave
+            for expert in wave:
+                if expert in unbooked or expert not in self.ready:
+                    if held < self.slots or bound:
+                        held += 1
+                    else:
+                        self._evict(self._victim(kept))
+                    self._policy.added(expert)
+                    self.ready.add(expert)
+                    unbooked.discard(expert)
+        for _ in range(self.slots, held):
+            self._evict(self._victim(waves) if self.ready.difference(waves) else self._victim(()))
+
+    def _victim(self, wave: Sequence[int]) -> int:
+        kept = set(wave)
+        return next(e for e in self._policy.coldest() if e in self.ready and e not in kept)
 
     def _evict(self, expert: int) -> None:
         self.ready.remove(expert)
         self.due.pop(expert, None)
         self._policy.removed(expert)
+        self.evicted.append(expert)
 
 
 def replay_layer(calls: Calls, slots: int, policy: Policy) -> list[int]:
     """Hits of each call of one layer, when every miss is read at once and nothing is guessed."""
+    routes = [Route(0.0, 0, 0, index, experts, 1) for index, experts in enumerate(calls)]
+    return [hits for hits, _ in replay_routes(routes, slots, policy)]
+
+
+def replay_routes(
+    routes: Iterable[Route], slots: int, policy: Policy
+) -> Iterator[tuple[int, list[int]]]:
+    """The same for the calls of one layer as recorded: (hits, evicted experts in order) of each."""
     cache = LayerCache(slots, policy)
-    hits = []
-    for experts in calls:
+    for route in routes:
+        experts = route.experts
         misses = [expert for expert in experts if expert not in cache.ready]
-        hits.append(len(experts) - len(misses))
+        cache.routed(route)
         for expert in misses:
             if len(experts) <= slots:
                 cache.make_room(experts, 0)
             cache.reserve(expert)
             cache.arrived(expert)
-        for expert in experts:
-            cache.used(expert)
-        cache.settle(experts)
-    return hits
+        cache.settle()
+        evicted, cache.evicted = cache.evicted, []
+        yield len(experts) - len(misses), evicted

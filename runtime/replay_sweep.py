@@ -133,6 +133,7 @@ class Sweep:
         ):
             outcome = Replay(
                 self._trace.routes,
+                {group: layer.experts for group, layer in self._layers.items()},
                 slots,
                 self.record_bytes,
                 POLICIES[policy],

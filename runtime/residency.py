@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
-from .policy import LeastRecentlyUsed, Policy, PolicyFactory
+from .policy import Policy, PolicyFactory, least_recently_used
 
 NONE = -1
 
@@ -60,13 +61,15 @@ class Residency:
         self,
         experts: int,
         slots: int,
-        policy: PolicyFactory = LeastRecentlyUsed,
+        policy: PolicyFactory = least_recently_used,
         *,
         reserve: int = 1,
     ) -> None:
         self.experts = experts
         self.slots = slots
-        self._policy: Policy = policy()
+        self._policy: Policy = policy(experts, reserve)
+        self.uses = [0] * experts
+        """Layer calls that wanted each expert, hits and misses alike."""
         self._slot_of = [NONE] * experts
         self._expert_of = [NONE] * slots
         self._reading = bytearray(slots)
@@ -111,6 +114,23 @@ class Residency:
 
     # -- steps --------------------------------------------------------------------------------
 
+    def seed(self, heat: Sequence[float]) -> None:
+        """How much each expert was used by earlier runs; before anything else."""
+        self._policy.seed(heat)
+
+    def preload(self, expert: int) -> int:
+        """Give an absent expert a free slot for a read before anybody asks; -1 if there is none."""
+        if not self._free or self.room() <= self._reserve or self._slot_of[expert] != NONE:
+            return NONE
+        slot = self._free.pop()
+        self._put(expert, slot)
+        self._unpinnable += 1
+        return slot
+
+    def tokens(self, rows: Sequence[Sequence[int]]) -> None:
+        """A prompt is about to be acquired: the experts of its last tokens, in order."""
+        self._policy.tokens(rows)
+
     def acquire(self, experts: Sequence[int]) -> Acquired:
         """Pin a slot for each of these distinct experts, assigning slots to the absent ones.
 
@@ -124,10 +144,12 @@ class Residency:
         paid: list[int] = []
         guessed, used_at = self._guessed, self._used_at
         self._calls = now = self._calls + 1
-        used = self._policy.used
+        self._policy.routed(experts)
+        uses = self.uses
         for position, expert in enumerate(experts):
             slot = slot_of[expert]
             slots.append(slot)
+            uses[expert] += 1
             if slot == NONE:
                 absent.append(position)
                 continue
@@ -135,7 +157,6 @@ class Residency:
                 self._pinned += 1
                 self._unpinnable -= reading[slot]
             pins[slot] += 1
-            used(expert)
             used_at[slot] = now
             if guessed[slot]:
                 guessed[slot] = 0
@@ -158,18 +179,20 @@ class Residency:
         """
         if self.room() <= self._reserve:
             return False
-        if self._free:
-            return True
-        victim = self._victim()
-        if victim is None:
-            return False
-        return self._calls - self._used_at[self._slot_of[victim]] > self._protected
+        return bool(self._free) or self._spare_victim() is not None
 
     def guess(self, expert: int) -> int:
         """Give an absent expert a slot for a read that nobody waits for; -1 if none is spare."""
-        if not self.spare():
+        if self.room() <= self._reserve:
             return NONE
-        slot = self._take(expert)
+        if self._free:
+            slot = self._free.pop()
+        else:
+            victim = self._spare_victim()
+            if victim is None:
+                return NONE
+            slot = self._evict(victim)
+        self._put(expert, slot)
         self._guessed[slot] = 1
         self._unpinnable += 1
         return slot
@@ -178,30 +201,42 @@ class Residency:
         """Keep a resident expert that is predicted to be used soon."""
         slot = self._slot_of[expert]
         if slot != NONE:
-            self._policy.used(expert)
+            self._policy.keep(expert)
             self._used_at[slot] = self._calls
 
-    def _victim(self) -> int | None:
+    def _victim(self) -> int:
         for expert in self._policy.coldest():
             slot = self._slot_of[expert]
             if not self._pins[slot] and not self._reading[slot]:
                 return expert
+        raise IntegrityError("no slot can be given up: the call was larger than the room")
+
+    def _spare_victim(self) -> int | None:
+        """What a guess may take the slot of: of the colder half, what was not used lately.
+
+        The policy may well find an expert that was used once, just now, the coldest of all.
+        """
+        oldest = self._calls - self._protected
+        for expert in islice(self._policy.coldest(), (self.slots + 1) // 2):
+            slot = self._slot_of[expert]
+            if not self._pins[slot] and not self._reading[slot] and self._used_at[slot] < oldest:
+                return expert
         return None
 
     def _take(self, expert: int) -> int:
-        slot = self._free.pop() if self._free else self._evict()
+        slot = self._free.pop() if self._free else self._evict(self._victim())
+        self._put(expert, slot)
+        return slot
+
+    def _put(self, expert: int, slot: int) -> None:
         self._used_at[slot] = self._calls
         self._guessed[slot] = 0
         self._slot_of[expert] = slot
         self._expert_of[slot] = expert
         self._reading[slot] = 1
         self._policy.added(expert)
-        return slot
 
-    def _evict(self) -> int:
-        victim = self._victim()
-        if victim is None:
-            raise IntegrityError("no slot can be given up: the call was larger than the room")
+    def _evict(self, victim: int) -> int:
         slot = self._slot_of[victim]
         self._forget(victim)
         self.evictions += 1
@@ -228,6 +263,35 @@ class Residency:
         if not self._pins[slot]:
             self._unpinnable -= 1
             self._free.append(slot)
+
+    def abandoned(self, expert: int) -> int:
+        """The read was given up but may still write: the expert is absent, its slot out of use.
+
+        Returns the slot, for ``returned``. Until then it counts as being read into.
+        """
+        slot = self._slot_of[expert]
+        self._forget(expert)
+        return slot
+
+    def returned(self, slot: int) -> None:
+        """Nothing writes into this slot any more whose read was given up."""
+        self._reading[slot] = 0
+        if not self._pins[slot]:
+            self._unpinnable -= 1
+            self._free.append(slot)
+
+    @property
+    def pinned(self) -> int:
+        """Slots that somebody has pinned."""
+        return self._pinned
+
+    @property
+    def quarantined(self) -> int:
+        """Slots out of use since the reads into them were given up and have not returned."""
+        return sum(map(self._is_quarantined, range(self.slots)))
+
+    def _is_quarantined(self, slot: int) -> bool:
+        return self._reading[slot] > 0 and self._expert_of[slot] == NONE
 
     def release(self, slots: Sequence[int]) -> None:
         """Take one pin off each slot. The evaluation that read them must have completed."""
@@ -296,7 +360,7 @@ class Residency:
         """Raise IntegrityError unless the books balance.
 
         Args:
-            idle: also demand that nothing is pinned or being read.
+            idle: also demand that nothing is pinned or being read, but for reads given up.
         """
         held = [slot for slot in range(self.slots) if self._expert_of[slot] != NONE]
         for slot in held:
@@ -306,8 +370,10 @@ class Residency:
         _check(len(set(self._free)) == len(self._free), "a slot is free twice")
         _check(not set(self._free) & set(held), "a free slot holds an expert")
         empty_pinned = sum(
-            self._expert_of[slot] == NONE and pin > 0 for slot, pin in enumerate(self._pins)
+            self._expert_of[slot] == NONE and (pin > 0 or self._is_quarantined(slot))
+            for slot, pin in enumerate(self._pins)
         )
+        _check(not any(self._reading[slot] for slot in self._free), "a slot is free and read into")
         total = len(self._free) + len(held) + empty_pinned
         _check(total == self.slots, f"{total} slots are accounted for, {self.slots} exist")
         _check(set(self._policy.coldest()) == {self._expert_of[s] for s in held}, "policy drifted")
@@ -317,7 +383,8 @@ class Residency:
         _check(self._unpinnable == loose, "count of unpinned reads drifted")
         if idle:
             _check(self._pinned == 0, f"{self._pinned} slots are pinned while idle")
-            _check(not any(self._reading), "a slot is being read while idle")
+            reading = sum(map(bool, self._reading)) - self.quarantined
+            _check(reading == 0, "a slot is being read while idle")
 
 
 def _protected(slots: int, reserve: int) -> int:

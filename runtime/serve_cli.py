@@ -116,6 +116,7 @@ def serve(
     lanes: options.Lanes = None,
     prefetch: options.Prefetch = "off",
     trace: options.Trace = None,
+    read_timeout: options.ReadTimeout = None,
     debug: options.Debug = False,
 ) -> None:
     """Answer over HTTP as OpenAI's and Anthropic's APIs do, with a page at /.
@@ -148,7 +149,16 @@ def serve(
         sampling=sampling,
     )
     opened = EngineOptions(
-        model, memory, slots, context, dtype, not no_direct, lanes, prefetch, trace
+        model,
+        memory,
+        slots,
+        context,
+        dtype,
+        not no_direct,
+        lanes,
+        prefetch,
+        trace,
+        read_timeout=read_timeout,
     )
     if not run_server(opened, settings, host=host, port=port, drain=drain):
         raise typer.Exit(1)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..io.errors import ReadFailed
+from .policies import DEFAULT_POLICY, PolicyName
 from .terminal import interrupts_held, note, progress_bar, show_error
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class EngineOptions:
     prefetch: str = "off"
     trace: str | None = None
     checksum: bool = False
+    policy: PolicyName = DEFAULT_POLICY
+    read_timeout: float | None = None
 
 
 async def open_engine(options: EngineOptions) -> Engine:
@@ -43,8 +46,9 @@ async def open_engine(options: EngineOptions) -> Engine:
     from .prefetch import PrefetchConfig
 
     arguments: dict[str, Any] = asdict(options)
-    if options.lanes is None:  # the engine knows its default
-        del arguments["lanes"]
+    for name in ("lanes", "read_timeout"):  # the engine knows its defaults
+        if arguments[name] is None:
+            del arguments[name]
     if options.prefetch == "on":
         arguments["prefetch"] = PrefetchConfig()
     with progress_bar("loading", sizes=True) as progress:

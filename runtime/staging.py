@@ -58,12 +58,16 @@ class Staging:
         else:
             self._free.append(place)
 
+    def lose(self, key: Key) -> int:
+        """The read of a guess was given up but may still write; ``put_back`` frees its place."""
+        return self._filling.pop(key)
+
     def take(self, key: Key) -> int | None:
         """The place of a guess that is now copied into a slot; ``put_back`` frees it."""
         return self._ready.pop(key, None)
 
     def put_back(self, place: int) -> None:
-        """The copy has been made."""
+        """Nothing reads or writes there any more."""
         self._free.append(place)
 
     def rows(self, group: int, place: int) -> list[memoryview]:

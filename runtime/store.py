@@ -7,6 +7,7 @@ waiting and no MLX call happens under it.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -14,6 +15,7 @@ from collections.abc import Callable, Container, Hashable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from ..io.asks import Ask, Guess, Purge
 from ..io.errors import LoopClosed
@@ -21,12 +23,17 @@ from ..io.loop import IoLoop
 from ..io.queue import Entry, Key
 from ..io.reader import RecordReader
 from ..io.records import Record
-from .policy import LeastRecentlyUsed, PolicyFactory
+from .policy import PolicyFactory, least_recently_used
 from .prefetch import OFF, PrefetchConfig
 from .residency import NONE, Acquired, Residency
 from .slots import SlotPool
 from .staging import Staging, copy_rows
 from .tracing import Tracer
+
+logger = logging.getLogger("moestream")
+
+PRELOAD = 1 << 60
+"""Position of reads that nobody asks for: behind every guess, and never stale."""
 
 WINDOWS_KEPT = 1024
 """Times from asking to ready that are kept of each layer (arbitrary)."""
@@ -131,10 +138,10 @@ class ExpertStore:
         tracer: Tracer,
         top_k: Sequence[int] | None = None,
         prefetch: PrefetchConfig = OFF,
-        policy: PolicyFactory = LeastRecentlyUsed,
+        policy: PolicyFactory = least_recently_used,
     ) -> None:
         self._lock = threading.Lock()
-        self._reader = reader
+        self.reader = reader
         self._tracer = tracer
         self._prefetch = prefetch
         self._flights: dict[Key, Future[None]] = {}
@@ -142,6 +149,7 @@ class ExpertStore:
         self._begun: dict[Key, _Begun] = {}
         self._warming: set[Key] = set()
         self._copying: dict[Key, int] = {}
+        self._hung: dict[int, tuple[int, int, int, float]] = {}  # the last timeout of each group
         self._wasted: list[int] = []  # groups of guesses read in vain, for the governor
         self._position = -1
         self._next_depth = 0.0
@@ -166,9 +174,23 @@ class ExpertStore:
     # -- compute thread -----------------------------------------------------------------------
 
     def room(self, group: int) -> int:
-        """How many distinct experts of the layer one call can hold now."""
+        """How many distinct experts of the layer one call can hold now.
+
+        Raises:
+            ReadTimeout: for none, since reads that hang hold the slots.
+        """
         with self._lock:
-            return self.groups[group].residency.room()
+            residency = self.groups[group].residency
+            room = residency.room()
+            if room <= 0 and not residency.pinned and (lost := residency.quarantined):
+                more = f", and such reads hold {lost} of the layer's {residency.slots} slots"
+                raise self.reader.timeout(*self._hung[group], more=more)
+            return room
+
+    def tell_prompt(self, group: int, rows: Sequence[Sequence[int]]) -> None:
+        """The experts of a prompt's last tokens at this layer, before the prompt is demanded."""
+        with self._lock:
+            self.groups[group].residency.tokens(rows)
 
     def split(self, group: int, experts: Sequence[int]) -> tuple[list[int], list[int]]:
         """The experts in the order to compute them: those that are there, then the missing ones."""
@@ -372,6 +394,16 @@ class ExpertStore:
                 raise
         return futures
 
+    def preload(self, keys: Sequence[Key]) -> None:
+        """Read these experts, in this order, into free slots while the drive has nothing to do.
+
+        The first demand ends that: what has not begun by then waits for the spare time of guesses.
+        """
+        if keys:
+            guesses = tuple(Guess(key, PRELOAD, 1e-6) for key in keys)
+            grant = float(sum(self.groups[group].stored_bytes for group, _ in keys))
+            self._loop.submit(Ask(PRELOAD, -1, guesses=guesses, grant=grant))
+
     def take_wasted(self) -> list[int]:
         """Groups of the guesses that have been given up unused since the last call."""
         if not self._wasted:
@@ -443,6 +475,8 @@ class ExpertStore:
                 return slot
             if entry.demand or entry.position <= self._position:
                 return None
+            if entry.position == PRELOAD:
+                return self._begin_preload(key)
             begun = self._begin_guess(key)
             if begun is None:
                 self.counters.guesses_refused += 1
@@ -451,6 +485,13 @@ class ExpertStore:
             self.counters.guesses_begun += 1
             self._begun[key] = _Begun(time.perf_counter(), entry.position)
             return begun
+
+    def _begin_preload(self, key: Key) -> int | None:
+        slot = self.groups[key[0]].residency.preload(key[1])
+        if slot == NONE:
+            return None
+        self._flights[key] = Future()
+        return slot
 
     def _begin_guess(self, key: Key) -> int | None:
         group, expert = key
@@ -484,14 +525,14 @@ class ExpertStore:
             copy_rows(self._staging.rows(group, place), books.pool.rows(slot))
             return 0
         if key in self._warming:
-            return self._reader.warm_job(group, expert, job)
+            return self.reader.warm_job(group, expert, job)
         speculative = key in self._begun
         staged = self._staging.filling(key)
         rows = self._staging.rows(group, slot) if staged else books.pool.rows(slot)
         started = time.perf_counter()
         nbytes = 0
         try:
-            nbytes = self._reader.read_job(group, expert, job, rows)
+            nbytes = self.reader.read_job(group, expert, job, rows)
             return nbytes
         finally:
             ended = time.perf_counter()
@@ -502,8 +543,27 @@ class ExpertStore:
 
     def finish(self, key: Key, slot: int, nbytes: int, error: BaseException | None) -> None:
         """Publish the expert, or make it absent again; then wake whoever waits."""
+        self._end(key, nbytes, error, hanging=False)
+
+    def timeout(self, key: Key, job: int, seconds: float) -> BaseException:
+        """The error of a read to which the drive does not answer."""
+        group, expert = key
+        self._hung[group] = (group, expert, job, seconds)
+        return self.reader.timeout(group, expert, job, seconds)
+
+    def abandoned(self, key: Key, slot: int, error: BaseException) -> Callable[[], None]:
+        """Make the expert absent and tell whoever waits; its slot is free when the read returns."""
+        logger.warning("%s", error)
+        self._tracer.queue("timeout", *key)
+        return self._end(key, 0, error, hanging=True)
+
+    def _end(
+        self, key: Key, nbytes: int, error: BaseException | None, *, hanging: bool
+    ) -> Callable[[], None]:
+        """A read has ended, or was given up; returns what to call once that has returned."""
         group, expert = key
         flights: list[Future[None]] = []
+        give_back: list[Callable[[], None]] = []
         try:
             with self._lock:
                 self.counters.reads += 1
@@ -514,16 +574,25 @@ class ExpertStore:
                     if error is not None:
                         del self._begun[key]
                 if (place := self._copying.pop(key, None)) is not None:
-                    self._staging.put_back(place)
+                    if hanging:
+                        give_back.append(partial(self._free_place, place))
+                    else:
+                        self._staging.put_back(place)
                 if key in self._warming:
                     self._warming.discard(key)
                 elif self._staging.filling(key):  # a demand for it waits until this has ended
-                    self._staging.end(key, ready=error is None)
+                    if hanging:
+                        give_back.append(partial(self._free_place, self._staging.lose(key)))
+                    else:
+                        self._staging.end(key, ready=error is None)
                 else:
                     flights.append(self._flights.pop(key))
                     residency = self.groups[group].residency
                     if error is None:
                         residency.published(expert)
+                    elif hanging:
+                        slot = residency.abandoned(expert)
+                        give_back.append(partial(self._free_slot, group, slot))
                     else:
                         residency.failed(expert)
         except BaseException as bug:  # kills the loop; whoever waits must not wait for ever
@@ -533,6 +602,15 @@ class ExpertStore:
             _complete(flights, error)
         if self._tracer.enabled:
             self._trace_depth()
+        return partial(_call, give_back)
+
+    def _free_place(self, place: int) -> None:
+        with self._lock:
+            self._staging.put_back(place)
+
+    def _free_slot(self, group: int, slot: int) -> None:
+        with self._lock:
+            self.groups[group].residency.returned(slot)
 
     def void(self, keys: Sequence[Key], reason: BaseException | None) -> None:
         """Guesses that never started: nobody waits for them, and they hold nothing."""
@@ -567,6 +645,11 @@ class ExpertStore:
         with self._lock:
             for books in self.groups:
                 books.residency.check_integrity(idle=idle)
+
+
+def _call(functions: Sequence[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
 
 
 def _complete(flights: Sequence[Future[None]], error: BaseException | None) -> None:

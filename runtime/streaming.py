@@ -8,6 +8,7 @@ returns: a slot is never reused before the evaluation that reads it has complete
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -24,8 +25,12 @@ from .readahead import ReadAhead
 from .residency import IntegrityError
 from .store import Demanded, ExpertStore
 from .tracing import Tracer
+from .waves import wave_size
 
 Check = Callable[[], None]
+
+PROMPT_TAIL = 64
+"""Last tokens of a prompt whose routing the policy is told of (arbitrary: 16 gained half)."""
 
 SMALL_CALL = 64
 """Routed pairs up to which plain lists are used: after a sync the caches are cold, and numpy's
@@ -67,6 +72,14 @@ class Step:
     owner: int = -1
     check: Check = _no_check
     counters: StepCounters = field(default_factory=StepCounters)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wave:
+    """Experts of a call that are computed together."""
+
+    experts: list[int]
+    got: Demanded
 
 
 class ExpertStream:
@@ -195,11 +208,14 @@ class ExpertStream:
         if indices.size > SMALL_CALL:
             return self._run_large(switch, x, indices)
         routed = flatten(indices.tolist())
-        experts = list(dict.fromkeys(routed))
         if len(routed) == indices.shape[-1]:
+            experts, tail = list(dict.fromkeys(routed)), []
             self.log.route(switch.group, experts)
+        else:
+            experts, tail = hottest_last(routed), rows_at_end(routed, indices.shape[-1])
+            self._store.tell_prompt(switch.group, tail)
         if self._tracer.enabled:
-            self._trace_route(switch, experts, len(routed) // indices.shape[-1])
+            self._trace_route(switch, experts, len(routed) // indices.shape[-1], tail)
         got = self._demand(switch, experts, ranks)
         if got is None:
             return self._run_waves(switch, x, indices.shape, np.array(routed), experts)
@@ -209,7 +225,7 @@ class ExpertStream:
                 return self._run_hits_first(switch, x, indices.shape, got)
             self._wait(switch, got)
         slots = got.slots
-        if len(experts) == len(routed):  # one token, or tokens that share no expert
+        if experts == routed:  # one token
             ids = slots
         else:
             where = dict(zip(experts, slots, strict=True))
@@ -238,9 +254,14 @@ class ExpertStream:
     def _run_large(self, switch: StreamingSwitch, x: mx.array, indices: mx.array) -> mx.array:
         """A prompt chunk: the same with arrays instead of lists."""
         routed = np.asarray(indices).ravel()
-        experts: list[int] = np.unique(routed).tolist()
+        heat = np.bincount(routed)
+        present = np.flatnonzero(heat)
+        experts: list[int] = present[np.argsort(heat[present], kind="stable")].tolist()
+        top_k = indices.shape[-1]
+        tail = rows_at_end(routed[-PROMPT_TAIL * top_k :].tolist(), top_k)
+        self._store.tell_prompt(switch.group, tail)
         if self._tracer.enabled:
-            self._trace_route(switch, experts, routed.size // indices.shape[-1])
+            self._trace_route(switch, experts, routed.size // top_k, tail)
         slots = self._fetch(switch, experts)
         if slots is None:
             return self._run_waves(switch, x, indices.shape, routed, experts)
@@ -271,9 +292,12 @@ class ExpertStream:
         counters.sync_seconds += after - before
         return output
 
-    def _trace_route(self, switch: StreamingSwitch, experts: list[int], tokens: int) -> None:
-        position = self._forward * len(self._tables) + switch.group
-        self._tracer.route(switch.group, switch.layer, self._forward, position, experts, tokens)
+    def _trace_route(
+        self, switch: StreamingSwitch, experts: list[int], tokens: int, tail: list[list[int]]
+    ) -> None:
+        group, layer, forward = switch.group, switch.layer, self._forward
+        position = forward * len(self._tables) + group
+        self._tracer.route(group, layer, forward, position, experts, tokens, tail)
 
     def _fetch(self, switch: StreamingSwitch, experts: list[int]) -> list[int] | None:
         """Slots of the experts, pinned, once all of them are there; None when they do not fit."""
@@ -361,37 +385,73 @@ class ExpertStream:
     ) -> mx.array:
         """A call that routes to more experts than fit: each wave computes the pairs of some.
 
-        Each (token, expert) pair is computed once and each expert read at most once. Rows are
-        put back into their places, so only the shape of the kernel calls differs from the
-        undivided one.
+        Each (token, expert) pair is computed once and each expert read at most once, the next wave
+        while this one is computed. Rows are put back into their places, so only the shape of the
+        kernel calls differs from the undivided one.
         """
-        store, table, top_k = self._store, self._tables[switch.group], shape[-1]
-        tokens = x.reshape(-1, x.shape[-1])
+        store, top_k = self._store, shape[-1]
         here, missing = store.split(switch.group, experts)
         waiting = here + missing
+        record_bytes = store.groups[switch.group].stored_bytes
+        size = wave_size(store.room(switch.group), record_bytes)
+        tokens = x.reshape(-1, x.shape[-1])
         outputs: list[mx.array] = []
         order: list[npt.NDArray[np.intp]] = []
-        while waiting:
-            self.step.check()
-            room = max(store.room(switch.group), 1)
-            wave, waiting = waiting[:room], waiting[room:]
-            slots = self._fetch(switch, wave)
-            if slots is None or not wave:
-                raise IntegrityError(f"layer {switch.layer} has no room for a wave")
-            table[wave] = slots
-            chosen = np.zeros(len(table), np.bool_)
-            chosen[wave] = True
-            pairs = np.flatnonzero(chosen[routed])
-            rows = tokens[mx.array((pairs // top_k).astype(np.uint32))]
-            ids = mx.array(table[routed[pairs]].reshape(-1, 1))
-            output = switch.inner(rows, ids)
-            self._outputs.append(output)
-            self._sync()
-            self.step.counters.waves += 1
-            outputs.append(output.squeeze(-2))
-            order.append(pairs)
+        wave = ahead = None
+        try:
+            while waiting or ahead is not None:
+                self.step.check()
+                wave, ahead = ahead or self._ask(switch, waiting, size), None
+                if wave is None:
+                    raise IntegrityError(f"layer {switch.layer} has no room for a wave")
+                ahead = self._ask(switch, waiting, size)
+                if wave.got.futures:
+                    self._wait(switch, wave.got)
+                pairs, output = self._compute_wave(switch, tokens, routed, top_k, wave)
+                self._pins.append((switch.group, wave.got.slots))
+                wave = None
+                self._sync()  # room for the wave after the next
+                self.step.counters.waves += 1
+                outputs.append(output.squeeze(-2))
+                order.append(pairs)
+        finally:
+            for asked in (wave, ahead):
+                if asked is not None:
+                    self._pins.append((switch.group, asked.got.slots))
         inverse = np.argsort(np.concatenate(order)).astype(np.uint32)
         return mx.concatenate(outputs)[mx.array(inverse)].reshape(*shape, -1)
+
+    def _ask(self, switch: StreamingSwitch, waiting: list[int], size: int) -> _Wave | None:
+        """Ask for the next wave, taking it off ``waiting``; None when there is none, or no room.
+
+        The caller books its pins.
+        """
+        experts = waiting[: min(size, self._store.room(switch.group))]
+        got = self._demand(switch, experts, []) if experts else None
+        if got is None:
+            return None
+        self._pins.pop()
+        del waiting[: len(experts)]
+        return _Wave(experts, got)
+
+    def _compute_wave(
+        self,
+        switch: StreamingSwitch,
+        tokens: mx.array,
+        routed: npt.NDArray[np.integer],
+        top_k: int,
+        wave: _Wave,
+    ) -> tuple[npt.NDArray[np.intp], mx.array]:
+        """Which pairs belong to a wave, and their outputs ``[pairs, 1, hidden]``."""
+        table = self._tables[switch.group]
+        table[wave.experts] = wave.got.slots
+        chosen = np.zeros(len(table), np.bool_)
+        chosen[wave.experts] = True
+        pairs = np.flatnonzero(chosen[routed])
+        rows = tokens[mx.array((pairs // top_k).astype(np.uint32))]
+        output: mx.array = switch.inner(rows, mx.array(table[routed[pairs]].reshape(-1, 1)))
+        self._outputs.append(output)
+        return pairs, output
 
     def _sync(self, *wanted: mx.array) -> None:
         """Evaluate these arrays and all outputs so far; unpin the slots that these have read."""
@@ -418,6 +478,18 @@ def flatten(nested: Any) -> list[int]:
         nested = [item for part in nested for item in part]
     flat: list[int] = nested
     return flat
+
+
+def hottest_last(routed: Sequence[int]) -> list[int]:
+    """The distinct experts by the number of their tokens, then by number."""
+    heat = Counter(routed)
+    return sorted(heat, key=lambda expert: (heat[expert], expert))
+
+
+def rows_at_end(routed: list[int], top_k: int) -> list[list[int]]:
+    """The experts of the last tokens, token by token."""
+    start = max(len(routed) - PROMPT_TAIL * top_k, 0)
+    return [routed[at : at + top_k] for at in range(start, len(routed), top_k)]
 
 
 def nest(flat: list[int], shape: Sequence[int]) -> list[Any]:

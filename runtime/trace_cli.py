@@ -113,8 +113,9 @@ def replay(
         str | None, typer.Option(metavar="X,X", help="Share of each layer's experts to hold.")
     ] = None,
     policy: Annotated[
-        str, typer.Option(metavar="NAME,NAME", help="Of lru, lfu-decay, belady and fifo.")
-    ] = "lru,lfu-decay,belady,fifo",
+        str,
+        typer.Option(metavar="NAME,NAME", help="Of successors, lfu-decay, lru, fifo, belady."),
+    ] = "successors,lfu-decay,lru,fifo,belady",
     prefetch: Annotated[
         str,
         typer.Option(
@@ -147,7 +148,7 @@ def replay(
     chosen = Options(
         slots=_list(slots, _count, "a number of slots") if slots else (),
         shares=_list(share, _share, "a share between 0 and 1") if share else (),
-        policies=_list(policy, _policy, "lru, lfu-decay, belady or fifo"),
+        policies=_list(policy, _policy, "successors, lfu-decay, lru, fifo or belady"),
         prefetch=_list(prefetch, parse_prefetch, "off, recorded, perfect or noisy:0.8"),
         bandwidth=None if bandwidth is None else _bytes(bandwidth),
         latency=latency_us / 1e6,

@@ -14,6 +14,9 @@ from itertools import groupby
 
 from .trace_records import Layer, Route, Trace
 
+PROMPT_TAIL = 64
+"""Last tokens of a prompt that are kept one by one, as many as an engine records."""
+
 PROMPT, DECODE = 0, 1
 """Values of the column "phase"."""
 
@@ -68,9 +71,14 @@ def _call(rows: list[_Row], forward: int, ts: float) -> Route:
     tokens = len({row.step for row in rows})
     count = Counter(row.expert for row in rows)
     experts: Iterable[int] = sorted(count, key=lambda expert: (count[expert], expert))
+    tail: list[tuple[int, ...]] = []
     if tokens == 1:
         experts = dict.fromkeys(row.expert for row in sorted(rows, key=lambda row: row.rank))
-    return Route(ts, rows[0].layer, rows[0].layer, forward, tuple(experts), tokens)
+    else:
+        rows = sorted(rows, key=lambda row: (row.step, row.rank))
+        steps = [list(step) for _, step in groupby(rows, key=lambda row: row.step)]
+        tail = [tuple(dict.fromkeys(row.expert for row in step)) for step in steps[-PROMPT_TAIL:]]
+    return Route(ts, rows[0].layer, rows[0].layer, forward, tuple(experts), tokens, tuple(tail))
 
 
 def _pairs(comment: str) -> Iterator[tuple[str, str]]:

@@ -68,7 +68,11 @@ class Sync(Span):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One layer call: the distinct experts that its router chose, in routed order."""
+    """One layer call: the distinct experts that its router chose, in routed order.
+
+    Those of a prompt are in the order of their heat, the hottest last; ``tail`` are the experts of
+    its last tokens, token by token.
+    """
 
     ts: float
     group: int
@@ -76,6 +80,7 @@ class Route:
     forward: int
     experts: tuple[int, ...]
     tokens: int
+    tail: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

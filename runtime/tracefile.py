@@ -207,6 +207,7 @@ def _route(trace: Trace, event: dict[str, Any], args: dict[str, Any]) -> None:
             int(args["forward"]),
             experts,
             int(args.get("tokens", 1)),
+            tuple(tuple(int(expert) for expert in row) for row in args.get("tail", ())),
         )
     )
 

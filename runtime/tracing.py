@@ -54,6 +54,10 @@ _ROUTE = _instant(
     "route",
     '"group":%d,"layer":%d,"forward":%d,"position":%d,"experts":%s,"tokens":%d',
 )
+_ROUTE_TAIL = _instant(
+    "route",
+    '"group":%d,"layer":%d,"forward":%d,"position":%d,"experts":%s,"tokens":%d,"tail":%s',
+)
 _PREDICT = _instant(
     "predict",
     '"group":%d,"layer":%d,"forward":%d,"distance":%d,"experts":%s,"probabilities":%s',
@@ -131,10 +135,24 @@ class Tracer:
         self._add(_SYNC, start, end, (group, layer))
 
     def route(
-        self, group: int, layer: int, forward: int, position: int, experts: list[int], tokens: int
+        self,
+        group: int,
+        layer: int,
+        forward: int,
+        position: int,
+        experts: list[int],
+        tokens: int,
+        tail: list[list[int]],
     ) -> None:
-        """The router's choice for a layer call; nobody changes the list afterwards."""
-        self._now(_ROUTE, (group, layer, forward, position, experts, tokens))
+        """The router's choice for a layer call; ``tail`` that of a prompt's last tokens.
+
+        Nobody changes the lists afterwards.
+        """
+        arguments = (group, layer, forward, position, experts, tokens)
+        if tail:
+            self._now(_ROUTE_TAIL, (*arguments, tail))
+        else:
+            self._now(_ROUTE, arguments)
 
     def predict(
         self,

@@ -105,7 +105,7 @@ async def measure(
 
 def curves_of(log: DecodeLog, layers: Sequence[LayerSize]) -> dict[int, Curve]:
     """Hit-rate curves of all layers from the routing of the last tokens."""
-    curves = {}
+    curves: dict[int, Curve] = {}
     for layer, calls in zip(layers, log.routes, strict=True):
         curve = stack_curve(calls, layer.experts)
         assert curve is not None

@@ -141,7 +141,7 @@ async def cell(
             engine = await Engine.open(model, slots=slots, prefetch=ARMS[arm])
             engines[arm] = await stack.enter_async_context(engine)
             if rate:
-                engine._core.store._reader._preadv = Throttle(rate)
+                engine._core.store.reader.preadv = Throttle(rate)
             await answer(engine, "Hello!", 48)
         for turn, question in enumerate(QUESTIONS[:questions]):
             order = list(arms[turn % len(arms) :]) + list(arms[: turn % len(arms)])
@@ -196,8 +196,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--questions", type=int, default=4)
     parser.add_argument("--arms", nargs="+", default=["off", "fifo", "ours"])
+    parser.add_argument("--model", type=Path, default=demo, help="the demo model, or a store of it")
+    parser.add_argument("--device", choices=["cpu", "gpu"])
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
+    if arguments.device:
+        mx.set_default_device(mx.Device(getattr(mx, arguments.device), 0))
     rows = []
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         pad_records(Path(folder), int(arguments.record_mb * 1e6))
@@ -207,7 +211,14 @@ def main() -> None:
             name = f"{share:.1%} of experts, {arguments.record_mb} MB"
             name += f", {arguments.throttle:.0f} MB/s" if rate else ""
             runs = asyncio.run(
-                cell(demo, slots, arguments.arms, arguments.tokens, arguments.questions, rate)
+                cell(
+                    arguments.model,
+                    slots,
+                    arguments.arms,
+                    arguments.tokens,
+                    arguments.questions,
+                    rate,
+                )
             )
             for row in summarize(name, runs):
                 rows.append(row)

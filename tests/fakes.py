@@ -10,6 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -274,6 +275,7 @@ class FakeHost(ReadHost):
         on_begin, on_read, on_finish, on_dropped: called first; may wait or raise.
         begun: keys in the order of ``begin``.
         outcomes: key -> what it ended in (exactly one each, if the loop keeps its contract).
+        returned: keys and slots of abandoned reads that have ended.
         threads: name of the method -> threads that it ran in.
         peak: most reads at once.
     """
@@ -287,6 +289,7 @@ class FakeHost(ReadHost):
         self.begun: list[Key] = []
         self.outcomes: dict[Key, list[Outcome]] = defaultdict(list)
         self.promotions: list[Key] = []
+        self.returned: list[tuple[Key, int]] = []
         self.threads: dict[str, set[int]] = defaultdict(set)
         self.peak = 0
         self._reading = 0
@@ -322,6 +325,18 @@ class FakeHost(ReadHost):
         if self.on_finish is not None:
             self.on_finish(key)
 
+    def timeout(self, key: Key, job: int, seconds: float) -> BaseException:
+        return TimeoutError(key, job)
+
+    def abandoned(self, key: Key, slot: int, error: BaseException) -> Callable[[], None]:
+        self._end(key, Outcome("abandoned", slot, 0, error))
+        return partial(self._give_back, key, slot)
+
+    def _give_back(self, key: Key, slot: int) -> None:
+        with self._changed:
+            self.returned.append((key, slot))
+            self._changed.notify_all()
+
     def dropped(self, keys: Sequence[Key], reason: BaseException | None) -> None:
         self.threads["dropped"].add(threading.get_ident())
         for key in keys:
@@ -345,6 +360,11 @@ class FakeHost(ReadHost):
         """Wait until this many keys have ended in something."""
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.outcomes) >= count, TIMEOUT)
+
+    def wait_returned(self, count: int) -> None:
+        """Wait until this many reads that had been given up have ended."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.returned) >= count, TIMEOUT)
 
     def outcome(self, key: Key) -> Outcome:
         """What the key has ended in; fails unless it has done so exactly once."""

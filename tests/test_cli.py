@@ -285,7 +285,8 @@ def test_run_passes_every_option_on(model: str, monkeypatch: pytest.MonkeyPatch)
         *("--min-p", "0.1", "--top-k", "7", "--seed", "3", "--repetition-penalty", "1.1"),
         *("--stop", "a", "--stop", "b", "--ignore-eos", "--memory", "8GB", "--slots", "4"),
         *("--context", "99", "--dtype", "float32", "--no-direct", "--lanes", "2"),
-        *("--prefetch", "off", "--trace", "t", "--checksum"),
+        *("--prefetch", "off", "--trace", "t", "--checksum", "--policy", "lru"),
+        *("--read-timeout", "2.5"),
         code=1,
     )
     assert seen == {
@@ -308,6 +309,8 @@ def test_run_passes_every_option_on(model: str, monkeypatch: pytest.MonkeyPatch)
         "prefetch": "off",
         "trace": "t",
         "checksum": True,
+        "policy": "lru",
+        "read_timeout": 2.5,
         "progress": None,
     }
 

@@ -683,8 +683,8 @@ async def test_hub_id_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_failing_drive_fails_one_request(demo: Path) -> None:
     async with await Engine.open(demo, slots=16) as engine:
         expected = await engine.generate(PROMPT, max_tokens=6)
-        reader = engine._core.store._reader
-        good = reader._preadv
+        reader = engine._core.store.reader
+        good = reader.preadv
         calls = 0
 
         def failing(descriptor: int, buffers: Any, offset: int) -> int:
@@ -694,7 +694,7 @@ async def test_failing_drive_fails_one_request(demo: Path) -> None:
                 raise OSError(5, os.strerror(5))
             return good(descriptor, buffers, offset)
 
-        reader._preadv = failing
+        reader.preadv = failing
         with pytest.raises(moestream.ReadFailed, match="Input/output error") as caught:
             await engine.generate(QUESTION, max_tokens=6)
         assert caught.value.path.name == "model.safetensors"

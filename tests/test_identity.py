@@ -144,3 +144,10 @@ async def test_resident_decode_of_the_demo_model(demo: Path) -> None:
                 prompt, max_tokens=STEPS, ignore_eos=True, logprobs=ALTERNATIVES
             )
             assert_same(result, expected)
+
+
+@pytest.mark.parametrize("policy", ["lfu-decay", "lru"])  # the default is everywhere else
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+async def test_every_policy(name: str, policy: str, tmp_path: Path) -> None:
+    directory = zoo.make_checkpoint(name, tmp_path / name)
+    await check_identity(directory, (2, 65), policy=policy)

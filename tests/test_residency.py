@@ -174,7 +174,7 @@ class Forgetful(LeastRecentlyUsed):
 
 
 def test_integrity_notices_a_policy_that_drifts() -> None:
-    residency = Residency(4, 2, Forgetful)
+    residency = Residency(4, 2, lambda experts, width: Forgetful())
     residency.acquire([0])
     residency.check_integrity()
     residency.acquire([1])

@@ -125,16 +125,20 @@ async def test_same_bits_before_during_and_after(name: str, prefetch: Any, tmp_p
     async with await Engine.open(directory, slots=7, prefetch=prefetch, pressure="off") as engine:
         planned = engine.statistics().slots
         seen = set()
-        result = None
-        stream = engine.stream(prompt, max_tokens=STEPS, ignore_eos=True, logprobs=ALTERNATIVES)
-        count = 0
-        async for chunk in stream:
-            count += 1
-            if count in shares:
-                press(engine, shares[count])
+        stream = engine._core.loaded.stream
+        resize, forwards = stream.at_rest, itertools.count()
+        assert resize is not None
+
+        def at_rest() -> None:
+            """On the compute thread, so that it is known which token comes next."""
+            press(engine, shares.get(next(forwards), engine._core.resizer.pressure.share))
+            resize()
             seen.add(engine.statistics().slots)
-            result = chunk.result
-        assert result is not None
+
+        stream.at_rest = at_rest
+        result = await engine.generate(
+            prompt, max_tokens=STEPS, ignore_eos=True, logprobs=ALTERNATIVES
+        )
         assert_same(result, expected)
         end = engine.statistics()
         assert end.planned_slots == planned

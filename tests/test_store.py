@@ -20,7 +20,7 @@ from moestream.io.errors import LoopClosed, ReadFailed
 from moestream.io.loop import IoLoop
 from moestream.io.queue import Entry, Key
 from moestream.io.reader import RecordReader
-from moestream.runtime.policy import LeastRecentlyUsed, PolicyFactory
+from moestream.runtime.policy import LeastRecentlyUsed, PolicyFactory, least_recently_used
 from moestream.runtime.store import Demanded, ExpertStore
 from moestream.runtime.tracing import Tracer
 
@@ -65,7 +65,7 @@ class Bench:
             assert self.slot_bytes(group, slot) == self.layers[group].expected(expert)
 
 
-def make(folder: Path, policy: PolicyFactory = LeastRecentlyUsed) -> Bench:
+def make(folder: Path, policy: PolicyFactory = least_recently_used) -> Bench:
     layers = [
         write_stacked(folder / "stacked", TENSORS, experts=EXPERTS, layer=4),
         write_packed(folder / "packed", TENSORS, experts=EXPERTS, layer=5),
@@ -285,7 +285,7 @@ class Broken(LeastRecentlyUsed):
 
 @pytest.mark.parametrize("how", ["finish", "dropped"])
 def test_a_bug_in_the_books_still_wakes_whoever_waits(tmp_path: Path, how: str) -> None:
-    bench = make(tmp_path, policy=Broken)
+    bench = make(tmp_path, policy=lambda experts, width: Broken())
     loop = FakeLoop(bench.store)
     bench.store.connect(loop.as_loop())
     got = bench.demand(0, 1, 2)
@@ -351,7 +351,7 @@ def test_closing_the_loop_wakes_who_waits_for_reads_that_hang(bench: Bench) -> N
 
 def test_a_bug_in_the_books_kills_the_real_loop_and_leaves_nobody_waiting(tmp_path: Path) -> None:
     with no_threads_left():
-        bench = make(tmp_path, policy=Broken)
+        bench = make(tmp_path, policy=lambda experts, width: Broken())
         gate = bench.drive.hang(0)
         bench.drive.before = _fail_later(errno.EIO)
         with IoLoop(bench.store, lanes=1) as loop:

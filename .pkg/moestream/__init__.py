@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         LoopClosed,
         MoestreamError,
         ReadFailed,
+        ReadTimeout,
         StoreMismatch,
     )
     from .models.errors import (
@@ -91,6 +92,7 @@ __all__ = [
     "PrefetchStatistics",
     "PromptTooLong",
     "ReadFailed",
+    "ReadTimeout",
     "SamplingArguments",
     "Statistics",
     "StoreMismatch",
@@ -130,6 +132,7 @@ _MODULES = {
     "PrefetchStatistics": ".runtime.api",
     "PromptTooLong": ".runtime.errors",
     "ReadFailed": ".io.errors",
+    "ReadTimeout": ".io.errors",
     "SamplingArguments": ".runtime.engine",
     "Statistics": ".runtime.api",
     "StoreMismatch": ".io.errors",
