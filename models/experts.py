@@ -117,9 +117,9 @@ class _Probe:
 
 
 def probe_sites(
-    model: nn.Module, sites: Sequence[ExpertSite], cache: Sequence[Any]
+    model: nn.Module, sites: Sequence[ExpertSite], cache: Sequence[Any], *, tokens: int = 1
 ) -> tuple[list[SiteUse], int]:
-    """Order and top_k of the sites, from building (not computing) a forward pass of one token.
+    """Order and top_k of the sites, from building (not computing) a forward pass.
 
     Sites that the pass never reaches (a draft head, say) are left out. Also returns the width of
     the logits.
@@ -127,13 +127,14 @@ def probe_sites(
     Args:
         model: the lazy model.
         sites: its expert modules.
-        cache: prompt cache of the model; holds one (unevaluated) token afterwards.
+        cache: prompt cache of the model; holds the (unevaluated) tokens afterwards.
+        tokens: length of the pass.
     """
     uses: list[SiteUse] = []
     for site in sites:
         site.put(_Probe(site, uses))
     try:
-        logits = model(mx.zeros((1, 1), mx.int32), cache=cache)
+        logits = model(mx.zeros((1, tokens), mx.int32), cache=cache)
     finally:
         for site in sites:
             site.put(site.module)

@@ -167,6 +167,9 @@ class Statistics:
         streamed_layers: MoE layers whose experts come and go.
         resident_layers: MoE layers that are held whole.
         slots: slots of each streamed layer.
+        planned_slots: the same without memory pressure.
+        memory_pressure: "calm", "warning" or "critical" when last looked at.
+        resizes: pools made smaller or larger for it.
         experts: experts of each streamed layer.
         slot_bytes: memory of all slot pools.
         trunk_bytes: memory of trunk and resident layers.
@@ -199,6 +202,9 @@ class Statistics:
     streamed_layers: int
     resident_layers: int
     slots: tuple[int, ...]
+    planned_slots: tuple[int, ...]
+    memory_pressure: str
+    resizes: int
     experts: tuple[int, ...]
     slot_bytes: int
     trunk_bytes: int

@@ -29,8 +29,9 @@ from ..models.experts import (
 )
 from ..models.loading import LazyModel, load_lazily
 from .errors import InvalidRequest
+from .kvsize import measure_caches
 from .packed import check_manifest, packed_record, stand_ins
-from .plan import LayerSize, ModelSize
+from .sizes import LayerSize, ModelSize
 from .slots import DTYPES
 
 LOAD_BATCH_BYTES = 256 << 20
@@ -223,7 +224,6 @@ def _measure(
         for use in uses
     )
     experts = sum(layer.experts * layer.slot_bytes for layer in layers)
-    fixed, growing = _cache_bytes(cache)
     settings = _text_config(lazy.config)
     hidden = int(settings.get("hidden_size") or settings.get("d_model") or 1024)
     heads = int(settings.get("num_attention_heads") or settings.get("n_heads") or 32)
@@ -234,8 +234,7 @@ def _measure(
         layers=layers,
         # With the folded routers that predictions use.
         trunk_bytes=everything - experts + sum(layer.experts for layer in layers) * hidden * item,
-        kv_fixed_bytes=fixed,
-        kv_token_bytes=growing,
+        cache=measure_caches(cache, lambda tokens: _built_cache(lazy, uses, tokens)),
         # About six hidden-sized arrays of a block at once, and per routed expert its sorted input,
         # two inner products, their product and the output, before and after unsorting.
         scratch_token_bytes=item * (6 * hidden + widest * (3 * hidden + 3 * inner)),
@@ -243,6 +242,13 @@ def _measure(
         vocabulary=vocabulary,
         longest_context=_longest_context(settings),
     )
+
+
+def _built_cache(lazy: LazyModel, uses: Sequence[SiteUse], tokens: int) -> Sequence[Any]:
+    """Caches behind a prompt that is built and never computed."""
+    cache = make_prompt_cache(lazy.model)
+    probe_sites(lazy.model, [use.site for use in uses], cache, tokens=tokens)
+    return cache
 
 
 def _expert_bytes(site: ExpertSite) -> int:
@@ -254,33 +260,6 @@ def _inner_width(site: ExpertSite) -> int:
     module = site.module
     first = module.up_proj if "up_proj" in module else module.fc1
     return int(first.output_dims)
-
-
-def _cache_bytes(cache: Sequence[Any]) -> tuple[int, int]:
-    """(fixed bytes, bytes per token) of the caches after a forward pass of one token."""
-    fixed = growing = 0
-    for entry in cache:
-        parts = getattr(entry, "caches", None)
-        if parts is not None:
-            more_fixed, more_growing = _cache_bytes(parts)
-            fixed, growing = fixed + more_fixed, growing + more_growing
-            continue
-        arrays = [
-            value for _, value in tree_flatten(list(vars(entry).values())) if _is_array(value)
-        ]
-        nbytes = sum(array.nbytes for array in arrays)
-        keys = getattr(entry, "keys", None)
-        if keys is None:
-            fixed += nbytes
-        elif getattr(entry, "max_size", None):
-            fixed += nbytes * -(-entry.max_size // keys.shape[2])
-        else:
-            growing += nbytes // keys.shape[2]
-    return fixed, growing
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, mx.array)
 
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -229,13 +229,31 @@ def plan(
     memory: options.Memory = None,
     slots: options.Slots = None,
     context: options.Context = None,
+    bandwidth: options.Bandwidth = None,
+    measure: Annotated[
+        bool, options.flag("--measure", "Run the model a little first, for a better forecast.")
+    ] = False,
     json_output: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Show how memory would be divided, from the headers of a model."""
-    from .inspection import inspect_plan
+    """Show how memory would be divided and how fast that would be, from a model's headers.
 
-    report = inspect_plan(model, memory=memory, slots=slots, context=context)
+    The forecast goes by what earlier runs of the model and `moestream doctor` have measured on this
+    machine, and says what it had to assume.
+    """
+    from .inspection import inspect_plan, measure_model
+
+    try:
+        if measure:
+            measure_model(model, memory=memory, slots=slots, context=context)
+        report = inspect_plan(
+            model, memory=memory, slots=slots, context=context, bandwidth=bandwidth
+        )
+    except BudgetTooSmall as error:
+        if not json_output:
+            raise
+        print_json(error.to_json())
+        raise typer.Exit(1) from error
     if json_output:
         print_json(report.to_json())
     else:

@@ -143,6 +143,14 @@ Slots = Annotated[
         rich_help_panel=_ENGINE,
     ),
 ]
+Bandwidth = Annotated[
+    int | None,
+    typer.Option(
+        parser=_size,
+        metavar="SIZE",
+        help="What the drive reads in a second, such as 2GB, instead of what was measured.",
+    ),
+]
 DemoSlots = Annotated[
     int | None,
     typer.Option(

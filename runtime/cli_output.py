@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..io.drive import DriveReport
     from .chaos import ChaosReport
     from .demo import Comparison
+    from .forecast import Forecast
     from .inspection import PlanReport
 
 _UNITS = ("bytes", "kB", "MB", "GB", "TB")
@@ -63,6 +64,7 @@ _PARTS = {
     "kv": "KV cache at full context",
     "scratch": "scratch of a prompt chunk",
     "cache": "buffers that MLX keeps",
+    "staging": "staging of experts read ahead",
     "slots": "slots for experts",
     "reserve": "reserve: for the allocator, and what makes no slot",
 }
@@ -81,7 +83,8 @@ def print_plan(report: PlanReport) -> None:
     console.print()
     table = _table("part", "memory")
     for name, nbytes in report.parts.items():
-        table.add_row(_PARTS[name], size(nbytes))
+        if nbytes or name != "staging":
+            table.add_row(_PARTS[name], size(nbytes))
     table.add_row("in all", size(report.total), style="bold")
     console.print(table)
     console.print(f"context {plan.context} tokens, prompt chunks of {plan.chunk_tokens}")
@@ -102,6 +105,21 @@ def print_plan(report: PlanReport) -> None:
         f"everything resident needs {budget_text(report.everything_resident)}, "
         f"with prompt chunks of {report.resident_chunk}"
     )
+    console.print()
+    _print_forecast(report.forecast)
+
+
+def _print_forecast(forecast: Forecast) -> None:
+    console = output_console()
+    table = _table("expected", "each token")
+    table.add_row("hit rate", percent(forecast.hit_rate))
+    table.add_row("read from the drive", size(forecast.bytes_per_token))
+    table.add_row("computing", f"{1000 * forecast.compute_seconds:.1f} ms")
+    table.add_row("waiting for reads", f"{1000 * forecast.read_seconds:.1f} ms")
+    table.add_row("tokens/s", f"{forecast.tokens_per_second:.1f}", style="bold")
+    console.print(table)
+    for line in forecast.assumptions:
+        console.print(Text(f"assumed: {line}", style="dim"))
 
 
 # -- doctor -------------------------------------------------------------------------------------

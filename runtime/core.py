@@ -18,6 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..io.loop import READ_TIMEOUT, IoLoop
 from ..io.reader import RecordReader
 from ..io.records import Record
+from ..models.errors import ExpertsNotStacked
 from ..models.experts import SiteUse, expert_parameters, install_parameters
 from ..models.lookahead import build_predictor
 from ..models.switch import StreamingSwitch
@@ -35,12 +36,17 @@ from .assembly import (
 from .errors import TraceUnwritable
 from .generation import LoadedModel
 from .hub import resolve_model
+from .limits import limits
 from .machine import automatic_budget, process_bytes, return_memory
+from .machine_pressure import find_source
 from .packed import load_residents
-from .plan import CACHE_BYTES, Plan, fitting_chunk, make_plan, parse_size
+from .plan import Plan, fitting_chunk, make_plan, parse_size
 from .policies import DEFAULT_POLICY, POLICIES, PolicyName
 from .prefetch import OFF, PrefetchConfig
+from .pressure import Pressure
+from .profiling import profiled
 from .readahead import ReadAhead
+from .resizing import Resizer, watching
 from .store import ExpertStore
 from .streaming import ExpertStream
 from .streams import leased_streams
@@ -72,6 +78,7 @@ class Settings:
     prefetch: PrefetchConfig = OFF
     calibration: Path | None = None
     checksum: bool = False
+    pressure: bool = True
     policy: PolicyName = DEFAULT_POLICY
     read_timeout: float = READ_TIMEOUT
 
@@ -87,6 +94,7 @@ class Core:
         loop: performs the reads.
         tracer: records events.
         ahead: predicts and reads ahead, if that is wanted and possible.
+        resizer: makes the pools smaller under memory pressure.
         trunk_bytes: parameters held for good.
         stopping: set when the engine is being closed.
         memory_bytes, peak_memory_bytes: held by MLX when last looked at.
@@ -98,6 +106,7 @@ class Core:
     loop: IoLoop
     tracer: Tracer
     ahead: ReadAhead | None
+    resizer: Resizer
     trunk_bytes: int
     stopping: threading.Event = field(default_factory=threading.Event)
     memory_bytes: int = 0
@@ -113,6 +122,7 @@ class Core:
         """Let go of model and pools; books and counters stay for whoever asks. Compute thread."""
         self.loaded.model = self.loaded.tokenizer = None
         self.loaded.stream.release()
+        self.resizer.release()
         for group in self.store.groups:
             group.pool.release()
         self.ahead = None
@@ -163,14 +173,36 @@ def plan_model(blueprint: Blueprint, settings: Settings) -> Plan:
     if settings.memory == "all":
         slots = max(layer.experts for layer in blueprint.size.layers)
     elif slots is None:
-        budget = automatic_budget() if settings.memory is None else parse_size(settings.memory)
+        budget = (
+            automatic_budget(buffered=_reads_buffered(blueprint, settings))
+            if settings.memory is None
+            else parse_size(settings.memory)
+        )
     return make_plan(
         blueprint.size,
         budget=budget,
         process_bytes=process_bytes(),
         context=context,
         slots=slots,
+        staging_bytes=settings.prefetch.staged_bytes,
     )
+
+
+def _reads_buffered(blueprint: Blueprint, settings: Settings) -> bool:
+    """Whether experts would come through the page cache: asked for, or their places want it."""
+    if not reads_direct(settings):
+        return True
+    try:
+        record = make_record(blueprint, blueprint.uses[0].site)
+    except ExpertsNotStacked:  # only to be held whole
+        return False
+    return not any(run.direct for run in record.runs)
+
+
+def reads_direct(settings: Settings) -> bool:
+    """Whether reads are to pass by the page cache where alignment allows it."""
+    # They would also pass by what guesses have brought there.
+    return settings.direct and settings.prefetch.destination != "pagecache"
 
 
 @contextmanager
@@ -189,11 +221,9 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
         check()
         blueprint, plan, tokenizer = prepared.blueprint, prepared.plan, prepared.tokenizer
         streamed, records = prepared.streamed, prepared.records
-        stack.enter_context(_limits.hold(plan.budget))
+        stack.enter_context(limits.hold(plan.budget))
         tracer = Tracer(_writable(settings.trace))
-        # Direct reads would pass by what guesses have brought into the page cache.
-        direct = settings.direct and settings.prefetch.destination != "pagecache"
-        reader = RecordReader(records, direct=direct)
+        reader = RecordReader(records, direct=reads_direct(settings))
         stack.callback(reader.close)
         top_k = [use.top_k for use, _ in streamed]
         prefetch = settings.prefetch
@@ -233,6 +263,12 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
         for group, (use, _) in enumerate(streamed):
             install_parameters(use.site.module, store.groups[group].pool.arrays)
             use.site.put(StreamingSwitch(use.site.module, group, use.site.layer, stream))
+        stack.enter_context(profiled(blueprint, plan, stream.log))
+        resizer = Resizer(store, [use.site.module for use, _ in streamed], top_k, Pressure())
+        stream.at_rest = resizer.apply
+        source = find_source() if settings.pressure and streamed else None
+        if source is not None:
+            stack.enter_context(watching(loop, source, resizer))
         # Of the others the model tree holds the parameters: they are loaded with the trunk.
         model, config = blueprint.lazy.model, blueprint.lazy.config
         trunk_bytes = _load_trunk(prepared, settings, check=check, progress=progress)
@@ -252,7 +288,7 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
             chunk_tokens=partial(fitting_chunk, blueprint.size, scratch_bytes=plan.scratch_bytes),
             resident=not streamed,
         )
-        core = Core(plan, loaded, store, loop, tracer, ahead, trunk_bytes)
+        core = Core(plan, loaded, store, loop, tracer, ahead, resizer, trunk_bytes)
         core.sample_memory()
         del model, blueprint, streamed, prepared
         try:
@@ -292,50 +328,6 @@ def _load_trunk(
     rest = [array for array in parameters if id(array) not in there]
     load_parameters(rest, check=check, advance=advance)
     return total
-
-
-class _Limits:
-    """MLX's limits, which are the process's: those of all open engines together.
-
-    The buffer cache is kept small while any engine is open, and the memory limit above the largest
-    budget; the last engine to close restores what was there before the first.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._budgets: list[int | None] = []
-        self._before = (0, 0)
-
-    @contextmanager
-    def hold(self, budget: int | None) -> Iterator[None]:
-        with self._lock:
-            if not self._budgets:
-                cache = mx.set_cache_limit(CACHE_BYTES)
-                memory = mx.set_memory_limit(1 << 62)
-                mx.set_memory_limit(memory)
-                self._before = (cache, memory)
-            self._budgets.append(budget)
-            self._apply()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._budgets.remove(budget)
-                self._apply()
-
-    def _apply(self) -> None:
-        cache, memory = self._before
-        if self._budgets:
-            budgets = [budget for budget in self._budgets if budget is not None]
-            # Without a budget an engine lives with the limit that was there.
-            free = len(budgets) < len(self._budgets) or not budgets
-            mx.set_memory_limit(max(memory, *budgets, 0) if free else sum(budgets))
-        else:
-            mx.set_cache_limit(cache)
-            mx.set_memory_limit(memory)
-
-
-_limits = _Limits()
 
 
 def _writable(trace: Path | None) -> Path | None:

@@ -25,6 +25,7 @@ from .plan import Plan
 from .policies import DEFAULT_POLICY, POLICIES, PolicyName
 from .prefetch import OFF, PrefetchConfig
 from .request import Request, State
+from .resizing import wake_with
 from .sampling import Prompt, Sampling, early_check, freeze_prompt, make_sampling
 
 
@@ -62,6 +63,7 @@ class Engine:
         self._core = core
         self._totals = Totals()
         self._closed = False
+        wake_with(thread, core.resizer)
         _open_engines.add(self)
 
     @classmethod
@@ -81,6 +83,7 @@ class Engine:
         trace: str | Path | None = None,
         progress: Progress | None = None,
         checksum: bool = False,
+        pressure: Literal["auto", "off"] = "auto",
         read_timeout: float = READ_TIMEOUT,
     ) -> Engine:
         """Open a model.
@@ -108,6 +111,8 @@ class Engine:
             progress: called on the compute thread with (bytes, bytes in all) while loading.
             checksum: check every record that is read against the checksums of a packed store; one
                 that does not match fails the request with ``ChecksumMismatch``.
+            pressure: "auto" gives slots up while the machine, or a control group that the process
+                is in, runs short of memory, and takes them back slowly; "off" keeps them.
             read_timeout: seconds after which a read to which the drive does not answer fails its
                 request with ``ReadTimeout``; the engine goes on without the slot until it does.
 
@@ -126,6 +131,7 @@ class Engine:
             trace,
             calibration,
             checksum,
+            pressure,
             policy,
             read_timeout,
         )
@@ -299,6 +305,7 @@ def _settings(
     trace: str | Path | None,
     calibration: str | Path | None,
     checksum: bool,
+    pressure: str,
     policy: PolicyName,
     read_timeout: float,
 ) -> Settings:
@@ -307,6 +314,8 @@ def _settings(
     lanes = whole("lanes", lanes, least=1)
     if dtype not in (None, "float32", "checkpoint"):
         raise InvalidRequest(f"dtype={dtype!r} must be 'float32', 'checkpoint' or None")
+    if pressure not in ("auto", "off"):
+        raise InvalidRequest(f"pressure={pressure!r} must be 'auto' or 'off'")
     if prefetch is None or prefetch == "off":
         prefetch = OFF
     elif not isinstance(prefetch, PrefetchConfig):
@@ -325,6 +334,7 @@ def _settings(
         prefetch=prefetch,
         calibration=path_argument("calibration", calibration),
         checksum=bool(checksum),
+        pressure=pressure == "auto",
         policy=policy,
         read_timeout=real("read_timeout", read_timeout, 0.001, 1e6),
     )

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ..io.errors import MoestreamError
+
+_PARTS = {
+    "process": "process",
+    "trunk": "trunk",
+    "kv": "KV cache",
+    "scratch": "prompt scratch",
+    "cache": "MLX's buffers",
+    "staging": "staging",
+    "slots": "slots",
+    "reserve": "reserve",
+}
 
 
 class InvalidRequest(MoestreamError, ValueError):
@@ -30,16 +42,30 @@ class BudgetTooSmall(MoestreamError):
     Attributes:
         given: the budget in bytes.
         minimum: the smallest budget in bytes that would do.
+        parts: what the smallest budget would go to, in bytes, by the names of ``moestream plan``.
     """
 
     def __init__(self, given: int, minimum: int, parts: Mapping[str, int]) -> None:
-        listed = ", ".join(f"{name} {budget_text(nbytes)}" for name, nbytes in parts.items())
+        listed = ", ".join(
+            f"{_PARTS[name]} {budget_text(nbytes)}" for name, nbytes in parts.items() if nbytes
+        )
         super().__init__(
             f"memory={budget_text(given)} is too small: "
             f"this model needs at least {budget_text(minimum)} ({listed})"
         )
         self.given = given
         self.minimum = minimum
+        self.parts = dict(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, ready for ``json.dumps``."""
+        return {
+            "error": "budget too small",
+            "message": str(self),
+            "budget": self.given,
+            "minimum": self.minimum,
+            "parts": self.parts,
+        }
 
 
 class HubUnavailable(MoestreamError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,7 +16,13 @@ from .terminal import interrupts_held, progress_bar, run_until_signal
 if TYPE_CHECKING:
     from ..io.drive import DriveReport
     from .chaos import ChaosReport
-    from .plan import LayerSize, ModelSize, Plan
+    from .forecast import Forecast
+    from .plan import Plan
+    from .sizes import LayerSize, ModelSize
+
+MEASURED_PROMPT = "Once upon a time, in a small town by the sea, there lived"
+MEASURED_TOKENS = 128
+"""Decoded by ``--measure`` (arbitrary: a few seconds, and enough for a hit-rate curve)."""
 
 
 CHAOS_CONTEXT = 64
@@ -49,6 +56,7 @@ class PlanReport:
         everything_resident: the smallest budget that holds every expert.
         resident_chunk: tokens of a prompt chunk under that budget.
         longest_context: tokens that the model was made for.
+        forecast: how fast it would be.
     """
 
     model: str
@@ -61,6 +69,7 @@ class PlanReport:
     everything_resident: int
     resident_chunk: int
     longest_context: int
+    forecast: Forecast
 
     @property
     def parts(self) -> dict[str, int]:
@@ -72,6 +81,7 @@ class PlanReport:
             "kv": plan.kv_bytes,
             "scratch": plan.scratch_bytes,
             "cache": plan.cache_bytes,
+            "staging": plan.staging_bytes,
             "slots": plan.slot_bytes,
         }
         if plan.budget is not None:
@@ -99,13 +109,23 @@ class PlanReport:
             "expert_bytes": self.expert_bytes,
             "resident_share": self.resident_share,
             "layers": [asdict(group) for group in self.groups],
+            "forecast": self.forecast.to_json(),
         }
 
 
 def inspect_plan(
-    model: str, *, memory: str | None, slots: int | None, context: int | None
+    model: str,
+    *,
+    memory: str | None,
+    slots: int | None,
+    context: int | None,
+    bandwidth: int | None = None,
 ) -> PlanReport:
     """Plan a model from its headers, on the calling thread.
+
+    Args:
+        model, memory, slots, context: as for ``Engine.open``.
+        bandwidth: of the drive in bytes per second, instead of what was measured.
 
     Raises:
         BudgetTooSmall: says the smallest budget that would do.
@@ -113,6 +133,7 @@ def inspect_plan(
     """
     with interrupts_held():
         from .core import Settings, prepare
+        from .expectations import expect
         from .streams import leased_streams
 
     settings = Settings(model=model, memory=memory, slots=slots, context=context)
@@ -135,7 +156,27 @@ def inspect_plan(
             everything_resident=whole.budget or 0,
             resident_chunk=whole.chunk_tokens,
             longest_context=blueprint.size.longest_context,
+            forecast=expect(prepared, bandwidth=bandwidth, lanes=settings.lanes),
         )
+
+
+def measure_model(
+    model: str, *, memory: str | None, slots: int | None, context: int | None
+) -> None:
+    """Run a model a little, so that its plans know what a token costs on this machine.
+
+    Raises:
+        BudgetTooSmall: says the smallest budget that would do.
+        MoestreamError: the model cannot be streamed.
+    """
+    from .session import EngineOptions, open_engine
+
+    async def run() -> None:
+        async with await open_engine(EngineOptions(model, memory, slots, context)) as engine:
+            prompt = [1, 2, 3] if engine.tokenizer is None else MEASURED_PROMPT
+            await engine.generate(prompt, max_tokens=MEASURED_TOKENS, ignore_eos=True)
+
+    asyncio.run(run())
 
 
 def smallest_resident_plan(model: ModelSize, *, process_bytes: int, context: int) -> Plan:
@@ -247,11 +288,14 @@ def measured_path(path: Path, options: DriveOptions) -> Path:
 
 
 def measure_drive(path: Path, options: DriveOptions) -> DriveReport:
-    """Measure the drive under a progress bar."""
+    """Measure the drive under a progress bar; plans of models on it go by that from now on."""
     from ..io.drive import measure
+    from .expectations import remember_drive
 
     with progress_bar("measuring the drive") as progress:
-        return measure(path, progress=progress, **asdict(options))
+        report = measure(path, progress=progress, **asdict(options))
+    remember_drive(path, report.to_json())
+    return report
 
 
 # -- doctor --chaos -------------------------------------------------------------------------------

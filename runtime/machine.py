@@ -5,16 +5,24 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 AUTOMATIC_SHARE = 0.7
 """Share of the memory that is free now which ``memory=None`` takes (arbitrary: leaves the rest to
-the page cache and to other programs; more cache is not always faster)."""
+other programs)."""
+
+BUFFERED_SHARE = 0.5
+"""The same where reads pass through the page cache, which then is a second cache of experts and
+wants room (arbitrary: more slots are not always faster)."""
 
 PROCESS_GROUPS = Path("/proc/self/cgroup")
 GROUPS = Path("/sys/fs/cgroup")
+
+NO_LIMIT = 1 << 60
+"""From here on a limit of the first version of control groups means that there is none."""
 
 
 def resident_bytes() -> int:
@@ -25,6 +33,11 @@ def resident_bytes() -> int:
 def return_memory() -> None:
     """Give unused memory back to the system: models lie in reference cycles, glibc keeps pages."""
     gc.collect()
+    trim_memory()
+
+
+def trim_memory() -> None:
+    """Give back what the C library keeps of freed memory; much cheaper than ``return_memory``."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
@@ -49,23 +62,47 @@ def process_bytes() -> int:
 def available_bytes() -> int:
     """Memory that this process could still take, control group limits included."""
     free = int(psutil.virtual_memory().available)
-    for limit, used in _group_limits(PROCESS_GROUPS, GROUPS):
-        free = min(free, max(limit - used, 0))
+    for group in group_uses(PROCESS_GROUPS, GROUPS):
+        free = min(free, max(group.limit - group.used, 0))
     return free
 
 
-def automatic_budget() -> int:
-    """The budget of the process when the caller names none."""
-    return resident_bytes() + int(available_bytes() * AUTOMATIC_SHARE)
+def automatic_budget(*, buffered: bool = False) -> int:
+    """The budget of the process when the caller names none.
+
+    Args:
+        buffered: experts are read through the page cache.
+    """
+    share = BUFFERED_SHARE if buffered else AUTOMATIC_SHARE
+    return resident_bytes() + int(available_bytes() * share)
 
 
-def _group_limits(process_groups: Path, groups: Path) -> list[tuple[int, int]]:
-    """(limit, use) in bytes of the control groups that this process is in, if they are limited."""
+@dataclass(frozen=True, slots=True)
+class GroupUse:
+    """A control group with a memory limit.
+
+    Attributes:
+        folder: of its files.
+        limit, used: bytes, page cache not counted as used.
+    """
+
+    folder: Path
+    limit: int
+    used: int
+
+
+def group_uses(process_groups: Path, groups: Path) -> list[GroupUse]:
+    """The control groups that this process is in, if they are limited.
+
+    Args:
+        process_groups: the kernel's list of them, ``PROCESS_GROUPS``.
+        groups: where their file systems are mounted, ``GROUPS``.
+    """
     try:
         lines = process_groups.read_text().splitlines()
     except OSError:
         return []
-    limits = []
+    uses = []
     for line in lines:
         number, controllers, path = line.split(":", 2)
         if number == "0":
@@ -83,8 +120,10 @@ def _group_limits(process_groups: Path, groups: Path) -> list[tuple[int, int]]:
                 limit, used = (int((place / name).read_text()) for name in names)
             except (OSError, ValueError):  # no limit at this level reads as "max"
                 continue
-            limits.append((limit, max(used - _cached_bytes(place / "memory.stat"), 0)))
-    return limits
+            if limit < NO_LIMIT:
+                cached = _cached_bytes(place / "memory.stat")
+                uses.append(GroupUse(place, limit, max(used - cached, 0)))
+    return uses
 
 
 def _cached_bytes(statistics: Path) -> int:

@@ -103,6 +103,11 @@ class PrefetchConfig:
         return self.destination != "off" and not self.predict_only
 
     @property
+    def staged_bytes(self) -> int:
+        """Memory that guesses take beside the slots."""
+        return self.staging_bytes if self.destination == "staging" else 0
+
+    @property
     def predicts(self) -> bool:
         """Whether anything is predicted at all."""
         return bool(self.distances) and (self.destination != "off" or self.predict_only)

@@ -81,9 +81,8 @@ class Residency:
         self._calls = 0
         self._used_at = [0] * slots  # call that last used the slot, or brought its expert
         self._reserve = reserve
-        # A guess evicts nothing that was used within so many calls: about half of what a full
-        # turn of the cache takes when every call misses everything.
-        self._protected = max(slots // (2 * reserve), 1)
+        self._protected = _protected(slots, reserve)
+        self._held = 0  # slots that nobody gets while the pool is rebuilt: all or none
         self.evictions = 0
         self.evicted: list[Eviction] = []  # for whoever owns the books; emptied by them
 
@@ -100,7 +99,7 @@ class Residency:
 
     def room(self) -> int:
         """How many absent experts a call can still take in at this moment."""
-        return self.slots - self._pinned - self._unpinnable
+        return self.slots - self._pinned - self._unpinnable - self._held
 
     def fits(self, experts: Sequence[int]) -> bool:
         """Whether one call can hold all of these distinct experts at this moment."""
@@ -306,6 +305,55 @@ class Residency:
                 elif self._expert_of[slot] == NONE:
                     self._free.append(slot)
 
+    # -- another number of slots --------------------------------------------------------------
+
+    def hold(self) -> bool:
+        """Give no slots away until ``resize``; refused (False) while one is pinned or read into."""
+        if self._pinned or any(self._reading):
+            return False
+        self._held = self.slots
+        return True
+
+    def keepers(self, slots: int) -> list[tuple[int, int]]:
+        """(old slot, new slot) of the experts that stay when there are ``slots`` of them.
+
+        The hottest stay, in the order of their old slots.
+        """
+        order = [self._slot_of[expert] for expert in self._policy.coldest()]
+        kept = sorted(order[-slots:])
+        return [(old, new) for new, old in enumerate(kept)]
+
+    def resize(self, slots: int, moves: Sequence[tuple[int, int]]) -> None:
+        """Go over to another pool; ends ``hold``.
+
+        Args:
+            slots: of the new pool; with the number there is, nothing changes.
+            moves: what ``keepers`` said; the experts of other slots are given up.
+        """
+        self._held = 0
+        if slots == self.slots:
+            return
+        staying = {old for old, _ in moves}
+        for slot, expert in enumerate(self._expert_of):
+            if expert != NONE and slot not in staying:
+                self._forget(expert)
+                self.evictions += 1
+                self.evicted.append(Eviction(expert, slot, bool(self._guessed[slot])))
+        expert_of, guessed, used_at = self._expert_of, self._guessed, self._used_at
+        self.slots = slots
+        self._expert_of = [NONE] * slots
+        self._reading = bytearray(slots)
+        self._pins = [0] * slots
+        self._guessed = bytearray(slots)
+        self._used_at = [0] * slots
+        for old, new in moves:
+            self._slot_of[expert_of[old]] = new
+            self._expert_of[new] = expert_of[old]
+            self._guessed[new] = guessed[old]
+            self._used_at[new] = used_at[old]
+        self._free = list(range(slots - 1, len(moves) - 1, -1))
+        self._protected = _protected(slots, self._reserve)
+
     # -- integrity ----------------------------------------------------------------------------
 
     def check_integrity(self, *, idle: bool = False) -> None:
@@ -337,6 +385,12 @@ class Residency:
             _check(self._pinned == 0, f"{self._pinned} slots are pinned while idle")
             reading = sum(map(bool, self._reading)) - self.quarantined
             _check(reading == 0, "a slot is being read while idle")
+
+
+def _protected(slots: int, reserve: int) -> int:
+    """A guess evicts nothing that was used within so many calls: about half of what a full turn of
+    the cache takes when every call misses everything."""
+    return max(slots // (2 * reserve), 1)
 
 
 def _check(holds: bool, problem: str) -> None:

@@ -7,11 +7,13 @@ storage, and MLX sees each write at the next evaluation. Only the compute thread
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from ..io.records import ITEM_BYTES, PAGE, Component, Record
+from .staging import copy_rows
 
 DTYPES = {
     "BF16": mx.bfloat16,
@@ -50,6 +52,16 @@ class SlotPool:
         """Let the memory go; no read and no evaluation may use it any more."""
         self.arrays.clear()
         self._views.clear()
+
+    def take_rows(self, other: SlotPool, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy rows of another pool of the same layer.
+
+        Args:
+            other: nobody writes into it meanwhile.
+            moves: (slot of the other pool, slot of this one).
+        """
+        for old, new in moves:
+            copy_rows(other.rows(old), self.rows(new))
 
     def rows(self, slot: int) -> list[memoryview]:
         """Writable byte views of one slot, one per component."""

@@ -156,8 +156,7 @@ class ExpertStore:
         self._loop: IoLoop
         self.windows: dict[int, deque[float]] = {}
         self.counters = Counters()
-        staged = prefetch.staging_bytes if prefetch.destination == "staging" else 0
-        self._staging = Staging(records, staged)
+        self._staging = Staging(records, prefetch.staged_bytes)
         widths = [1] * len(records) if top_k is None else top_k
         self.groups = [
             Group(
@@ -422,6 +421,39 @@ class ExpertStore:
         """Unpin; the evaluation that read these slots has completed."""
         with self._lock:
             self.groups[group].residency.release(slots)
+
+    def resize(self, group: int, slots: int, swap: Callable[[SlotPool], None]) -> bool:
+        """Rebuild a layer's pool with another number of slots; the hottest experts stay.
+
+        Old and new pool are there together for a moment. Returns False, and does nothing, while a
+        slot of the layer is pinned or being read into.
+
+        Args:
+            group: the layer.
+            slots: at least 1.
+            swap: puts the new pool where the model looks for it.
+        """
+        books = self.groups[group]
+        residency = books.residency
+        with self._lock:
+            if not residency.hold():
+                return False
+            moves = residency.keepers(slots)
+        try:
+            # Nobody reads or writes rows of a layer whose slots are held.
+            pool = SlotPool(books.record, slots)
+            pool.take_rows(books.pool, moves)
+        except BaseException:
+            with self._lock:
+                residency.resize(residency.slots, [])
+            raise
+        with self._lock:
+            books.pool.release()
+            books.pool = pool
+            residency.resize(slots, moves)
+            self._count_evicted(group)
+        swap(pool)
+        return True
 
     # -- loop thread and lanes (ReadHost) -----------------------------------------------------
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from ..models.switch import StreamingSwitch
 from .prefetch import OFF, PrefetchConfig
+from .profile import DecodeLog
 from .readahead import ReadAhead
 from .residency import IntegrityError
 from .store import Demanded, ExpertStore
@@ -115,6 +116,9 @@ class ExpertStream:
         self._forward = 0
         self._mark = 0.0  # host time has been accounted for up to here
         self.step = Step()
+        self.log = DecodeLog(len(widths))
+        self.at_rest: Callable[[], None] | None = None
+        """Called before each forward, when nothing reads the pools; may replace them."""
 
     # -- called by the generation loop --------------------------------------------------------
 
@@ -124,6 +128,10 @@ class ExpertStream:
         Args:
             token: its only token, when that is known: its embedding predicts the first layers.
         """
+        if self.at_rest is not None and not self._pins and not self._outputs:
+            self.at_rest()
+        # With nothing streamed the token is not known yet; a prompt is one forward or two then.
+        self.log.forward(self.step.counters, single=token is not None or not self._tables)
         self._forward += 1
         self._mark = time.perf_counter()
         self._ready = None
@@ -151,13 +159,14 @@ class ExpertStream:
 
     def release(self) -> None:
         """The engine is being closed: let go of the model's taps and pools."""
-        self._ahead = None
+        self._ahead = self.at_rest = None
 
     def end_request(self) -> None:
         """The request has ended: nobody wants its guesses."""
         if self._ahead is not None:
             self._ahead.end_request()
             self._store.purge(self.step.owner)
+        self.log.end()
         self.step = Step()
 
     # -- called by the model (SwitchRunner) ---------------------------------------------------
@@ -201,6 +210,7 @@ class ExpertStream:
         routed = flatten(indices.tolist())
         if len(routed) == indices.shape[-1]:
             experts, tail = list(dict.fromkeys(routed)), []
+            self.log.route(switch.group, experts)
         else:
             experts, tail = hottest_last(routed), rows_at_end(routed, indices.shape[-1])
             self._store.tell_prompt(switch.group, tail)

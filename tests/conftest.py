@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Iterator
 from importlib.resources import files
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import uvloop
+
+# Also for the processes that tests start: what is kept between runs is none of the user's.
+KEPT = TemporaryDirectory(prefix="moestream-tests-")
+os.environ["MOESTREAM_CACHE_DIR"] = KEPT.name
 
 DEMO = Path(str(files("moestream") / "data" / "demo-moe-4bit"))
 
@@ -23,6 +29,11 @@ def pytest_asyncio_loop_factories(
     if item.get_closest_marker("one_loop") is None:
         factories["uvloop"] = uvloop.new_event_loop
     return factories
+
+
+def pytest_unconfigure() -> None:
+    """The interpreter would warn of a directory that it has to remove itself."""
+    KEPT.cleanup()
 
 
 @pytest.fixture(scope="session")

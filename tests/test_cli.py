@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import moestream
 from moestream.io import drive
-from moestream.runtime import cli_output, demo, inspection, plan, session
+from moestream.runtime import cli_output, demo, inspection, plan, session, sizes
 from moestream.runtime.cli import app, main
 from moestream.runtime.terminal import interrupts_held
 
@@ -547,8 +547,9 @@ def test_plan_of_what_was_called_enough(model: str) -> None:
 
 
 def test_everything_resident_is_the_smallest_such_budget() -> None:
-    layers = tuple(plan.LayerSize(n, 16 + n, 4, 10**6 + n, 10**6) for n in range(5))
-    size = plan.ModelSize(layers, 10**8, 10**5, 10**3, 10**5, 10**2, 5000, 4096)
+    layers = tuple(sizes.LayerSize(n, 16 + n, 4, 10**6 + n, 10**6) for n in range(5))
+    cache = sizes.CacheSize(fixed=10**5, token=10**3)
+    size = sizes.ModelSize(layers, 10**8, cache, 10**5, 10**2, 5000, 4096)
     for context in (1, 300, 4096):
         options = {"process_bytes": 10**8, "context": context}
         found = inspection.smallest_resident_plan(size, **options)
@@ -567,6 +568,43 @@ def test_plan_for_people(model: str) -> None:
     assert "reserve" not in output  # nothing is kept back where there is no budget
     assert "reserve" in call("plan", model, "--memory", "400MB")[0]
     assert "(chosen from what is free)" in call("plan", model)[0]
+
+
+def test_plan_forecasts_and_says_what_it_assumes(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOESTREAM_CACHE_DIR", str(tmp_path))
+
+    def told(*more: str) -> tuple[dict[str, Any], str]:
+        value = call_json("plan", model, "--slots", "16", *more)["forecast"]
+        return value, " / ".join(value["assumptions"])
+
+    value, said = told()
+    assert value["bytes_per_token"] == pytest.approx((1 - value["hit_rate"]) * 72 * 27648)
+    assert "a cautious curve" in said and "a rough estimate" in said
+    assert "1 GB/s, a guess: measure the drive" in said
+    _, said = told("--bandwidth", "2.5GB")
+    assert "reading: 2.50 GB/s, as given" in said
+    call("doctor", model, "--read-size", "4KiB", "--depth", "2", "--seconds", "0.001")
+    _, said = told()
+    assert "as `moestream doctor` measured buffered reads like these" in said
+    value, said = told("--measure")
+    assert "hit rates: from the routing of" in said
+    assert "computing: measured in an earlier run" in said
+    assert "GB/s, measured in an earlier run of this model" in said
+    output, _ = call("plan", model, "--slots", "64")
+    assert re.search(r"hit rate +100\.0 %", output)
+    assert "assumed: computing: measured in an earlier run" in output
+    assert "GB/s" not in output, "nothing is read"
+
+
+def test_a_plan_that_does_not_fit_is_told_as_json_too(model: str) -> None:
+    output, errors = call("plan", model, "--memory", "50MB", "--json", code=1)
+    assert errors == ""
+    value = json.loads(output)
+    assert value["error"] == "budget too small"
+    assert value["budget"] == 50_000_000 < value["minimum"] == sum(value["parts"].values())
+    assert "too small" in value["message"]
 
 
 # -- doctor

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scripts.make_checkpoint import Shape, make_checkpoint
@@ -44,6 +45,32 @@ async def main():
 asyncio.run(main())
 """
 
+LONG = Shape(layers=4, experts=160, top_k=4, hidden=512, inner=256)
+LONG_BUDGET = 300_000_000
+
+LONG_RUN = """
+import asyncio, json, sys
+import psutil
+from moestream import Engine
+from moestream.runtime import limits
+
+limits.CACHE_BYTES = 1 << 20  # buffers that MLX keeps would hide what grows
+
+async def main():
+    directory, budget, tokens = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    async with await Engine.open(directory, memory=budget, context=tokens + 8) as engine:
+        sizes = []
+        async for _ in engine.stream([5, 6, 7], max_tokens=tokens, ignore_eos=True):
+            sizes.append(psutil.Process().memory_info().rss)
+        engine.check_integrity(idle=True)
+        print(json.dumps({
+            "sizes": sizes, "kv": engine.plan.kv_bytes, "slots": engine.plan.slots,
+            "read": engine.statistics().bytes_read, "resizes": engine.statistics().resizes,
+        }))
+
+asyncio.run(main())
+"""
+
 GROUPS = Path("/sys/fs/cgroup/memory")
 
 
@@ -69,24 +96,40 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(directory, SHAPE, aligned=True, quiet=True)
 
 
-@pytest.mark.parametrize("prompt", [5, 200])
-def test_four_times_larger_than_the_limit(checkpoint: Path, prompt: int) -> None:
-    size = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
-    assert size > 4 * BUDGET
-    with limited_group(BUDGET) as group:
+def run_limited(program: str, limit: int, *arguments: object) -> Any:
+    """What a program prints, run in a group of its own."""
+    with limited_group(limit) as group:
         # The shell joins the group before it becomes Python.
         join = f"echo $$ > {group}/cgroup.procs && " if group else ""
-        command = f'{join}exec "$@"'
-        arguments = [sys.executable, "-c", RUN, str(checkpoint), str(BUDGET), str(prompt)]
+        words = [sys.executable, "-c", program, *map(str, arguments)]
         run = subprocess.run(
-            ["/bin/sh", "-c", command, "sh", *arguments],
+            ["/bin/sh", "-c", f'{join}exec "$@"', "sh", *words],
             capture_output=True,
             text=True,
             check=False,
         )
     assert run.returncode == 0, run.stderr[-2000:]
-    report = json.loads(run.stdout)
+    return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize("prompt", [5, 200])
+def test_four_times_larger_than_the_limit(checkpoint: Path, prompt: int) -> None:
+    size = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+    assert size > 4 * BUDGET
+    report = run_limited(RUN, BUDGET, checkpoint, BUDGET, prompt)
     assert len(report["tokens"]) == 6
     assert min(report["slots"]) >= SHAPE.top_k
     assert report["peak"] <= BUDGET * 1.03
     assert report["read"] > BUDGET / 8
+
+
+def test_nothing_grows_but_the_caches(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path / "model", LONG, aligned=True, quiet=True)
+    report = run_limited(LONG_RUN, LONG_BUDGET, directory, LONG_BUDGET, 2000)
+    sizes = report["sizes"]
+    assert len(sizes) == 2000
+    assert max(report["slots"]) < LONG.experts // 2, "the model is streamed"
+    assert report["read"] > LONG_BUDGET
+    # After a quarter the caches have a quarter of their rows, too.
+    assert max(sizes[500:]) - sizes[500] <= 0.75 * report["kv"] + 0.01 * LONG_BUDGET
+    assert max(sizes) <= LONG_BUDGET * 1.03

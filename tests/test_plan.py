@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,15 +12,16 @@ import psutil
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from scripts.make_checkpoint import Shape, make_checkpoint
 
 from moestream.io.errors import MoestreamError
-from moestream.runtime import machine
+from moestream.runtime import core, machine
 from moestream.runtime.errors import BudgetTooSmall, InvalidRequest
 from moestream.runtime.plan import (
     CHUNK_TOKENS,
     LEAST_CHUNK_TOKENS,
-    LayerSize,
-    ModelSize,
+    SLACK,
+    WHOLE_FROM,
     Plan,
     _scratch,
     fitting_chunk,
@@ -27,6 +29,7 @@ from moestream.runtime.plan import (
     parse_size,
     share_slots,
 )
+from moestream.runtime.sizes import CacheSize, LayerSize, ModelSize, Window
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -102,8 +105,7 @@ def model_of(*layers: LayerSize) -> ModelSize:
     return ModelSize(
         layers=layers or tuple(layer_of(layer=number) for number in range(4)),
         trunk_bytes=100 * MIB,
-        kv_fixed_bytes=0,
-        kv_token_bytes=1000,
+        cache=CacheSize(token=1000),
         scratch_token_bytes=4000,
         scratch_pair_bytes=8,
         vocabulary=1000,
@@ -136,12 +138,21 @@ layers = st.builds(
     top_k=st.integers(1, 8),
     slot_bytes=st.one_of(st.integers(1, 5000), st.integers(1, 64 * MIB)),
 )
+caches = st.builds(
+    CacheSize,
+    fixed=st.integers(0, 16 * MIB),
+    token=st.integers(0, 1 << 18),
+    step=st.integers(1, 256),
+    largest=st.integers(0, 1 << 12),
+    windows=st.lists(
+        st.builds(Window, rows=st.integers(1, 8192), row_bytes=st.integers(1, 1 << 14)), max_size=2
+    ).map(tuple),
+)
 models = st.builds(
     ModelSize,
     layers=st.lists(layers, max_size=6).map(tuple),
     trunk_bytes=st.integers(0, 8 * GIB),
-    kv_fixed_bytes=st.integers(0, 16 * MIB),
-    kv_token_bytes=st.integers(0, 1 << 18),
+    cache=caches,
     scratch_token_bytes=st.integers(0, 1 << 20),
     scratch_pair_bytes=st.integers(0, 256),
     vocabulary=st.integers(1, 300_000),
@@ -226,12 +237,63 @@ def test_slots_are_shared_alike(sizes: list[LayerSize], spare: int) -> None:
     used = sum(n * layer.slot_bytes for n, layer in zip(chosen, sizes, strict=True))
     assert used <= spare
     pairs = list(zip(chosen, sizes, strict=True))
-    grown = [n / layer.experts for n, layer in pairs if n > layer.top_k]
-    could_grow = [(n + 1) / layer.experts for n, layer in pairs if n < layer.experts]
+    shares = [(n / layer.experts, (n + 1) / layer.experts) for n, layer in pairs]
+    grown = [
+        share if share <= WHOLE_FROM else 1.0
+        for (share, _), (n, layer) in zip(shares, pairs, strict=True)
+        if n > layer.top_k
+    ]
+    could_grow = [after if after <= WHOLE_FROM else 1.0 for share, after in shares if share < 1.0]
     # No layer has got a slot before another one whose turn it was, and less than one is left over.
     assert max(grown, default=0.0) <= min(could_grow, default=1.0)
     if could_grow:
         assert spare - used < max(layer.slot_bytes for layer in sizes)
+
+
+def test_from_a_share_on_layer_after_layer_becomes_whole() -> None:
+    sizes = [layer_of(100, 2, 1000), layer_of(10, 2, 8000), layer_of(100, 2, 1000)]
+    assert WHOLE_FROM == 0.7
+    even = 70_000 + 56_000 + 70_000
+    assert share_slots(sizes, even) == [70, 7, 70]
+    assert share_slots(sizes, even + 15_000) == [85, 7, 70]
+    assert share_slots(sizes, even + 30_000 + 24_000) == [100, 10, 70]
+    assert share_slots(sizes, 10**9) == [100, 10, 100]
+
+
+def test_slots_for_what_all_sequences_route_to_at_once() -> None:
+    sizes = [layer_of(64, 6, 1000), layer_of(16, 6, 1000)]
+    assert share_slots(sizes, 0, routed_tokens=3) == [18, 16]
+    alone = plan(model_of(*sizes), GIB)
+    together = make_plan(
+        model_of(*sizes),
+        budget=GIB,
+        process_bytes=50 * MIB,
+        context=1024,
+        sequences=3,
+        routed_tokens=3,
+    )
+    assert together.kv_bytes == 3 * alone.kv_bytes
+    assert together.minimum - alone.minimum == pytest.approx(
+        (2 * alone.kv_bytes + 22_000) / (1 - SLACK), abs=2
+    )
+
+
+def test_staging_is_part_of_the_budget() -> None:
+    model = model_of()
+    plain = plan(model, 300 * MIB)
+    staged = make_plan(
+        model, budget=300 * MIB, process_bytes=50 * MIB, context=1024, staging_bytes=8 * MIB
+    )
+    assert staged.staging_bytes == 8 * MIB
+    assert staged.total_bytes <= 300 * MIB
+    assert sum(plain.slots) - sum(staged.slots) == pytest.approx(8, abs=3)
+
+
+def test_memory_beyond_what_a_model_needs_is_left_alone() -> None:
+    model = model_of()
+    made = plan(model, 64 * GIB)
+    assert made.slots == (16, 16, 16, 16)
+    assert made.total_bytes < GIB
 
 
 def test_layers_of_different_record_sizes_get_equal_shares() -> None:
@@ -269,6 +331,10 @@ def test_a_small_budget_is_refused_with_what_would_do_and_why() -> None:
     assert "memory=11MB is too small" in text
     assert "process 53MB" in text
     assert "trunk 105MB" in text
+    told = caught.value.to_json()
+    assert told["minimum"] == caught.value.minimum == sum(told["parts"].values())
+    assert told["parts"]["slots"] == 4 * 2 * MIB
+    assert json.loads(json.dumps(told)) == told
 
 
 @given(models, contexts, st.data())
@@ -289,6 +355,7 @@ def test_the_plan_is_the_sum_of_its_parts() -> None:
     fixed = made.process_bytes + made.trunk_bytes + made.kv_bytes + made.cache_bytes
     assert made.total_bytes == fixed + made.scratch_bytes + made.slot_bytes
     assert made.kv_bytes == 1024 * 1000
+    assert made.staging_bytes == 0
     assert made.chunk_tokens == 1024
 
 
@@ -299,6 +366,18 @@ def test_the_machine_has_memory() -> None:
     assert 0 < machine.available_bytes() <= psutil.virtual_memory().total
     assert machine.resident_bytes() > MIB
     assert machine.automatic_budget() > machine.resident_bytes()
+
+
+def test_reads_through_the_page_cache_leave_it_room(
+    tmp_path: Path, demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core, "automatic_budget", lambda *, buffered: GIB + buffered)
+    aligned = make_checkpoint(tmp_path / "aligned", Shape(layers=1), aligned=True, quiet=True)
+    buffered = core.prepare(core.Settings(demo)), core.prepare(core.Settings(aligned, direct=False))
+    assert [prepared.plan.budget for prepared in buffered] == [GIB + 1, GIB + 1]
+    assert core.prepare(core.Settings(aligned)).plan.budget == GIB
+    monkeypatch.undo()
+    assert machine.automatic_budget() > machine.automatic_budget(buffered=True)
 
 
 @pytest.fixture

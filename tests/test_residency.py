@@ -182,6 +182,59 @@ def test_integrity_notices_a_policy_that_drifts() -> None:
         residency.check_integrity()
 
 
+# -- another number of slots ------------------------------------------------------------------
+
+
+def test_fewer_slots_keep_the_hottest() -> None:
+    residency = filled(8, 5, [3, 1, 4, 0, 6])
+    residency.acquire([1])
+    residency.release([residency.slot(1)])
+    assert residency.hold()
+    moves = residency.keepers(3)
+    old = {residency.slot(expert): expert for expert in (0, 6, 1)}
+    assert {slot for slot, _ in moves} == set(old)
+    residency.resize(3, moves)
+    assert [(old[slot], new) for slot, new in moves] == [
+        (expert, residency.slot(expert)) for expert in (old[slot] for slot, _ in moves)
+    ]
+    assert [expert for expert in range(8) if residency.resident(expert)] == [0, 1, 6]
+    assert [eviction.expert for eviction in residency.evicted] == [3, 4]
+    assert residency.room() == 3
+    residency.check_integrity(idle=True)
+
+
+def test_more_slots_lose_nothing() -> None:
+    residency = filled(8, 2, [3, 1])
+    assert residency.hold()
+    moves = residency.keepers(5)
+    residency.resize(5, moves)
+    assert residency.evictions == 0
+    got = residency.acquire([3, 1, 5, 6, 7])
+    assert got.reads == [5, 6, 7]
+    assert len(set(got.slots)) == 5
+
+
+def test_nothing_is_given_away_while_slots_are_held() -> None:
+    residency = filled(8, 4, [])
+    assert residency.hold()
+    assert residency.room() == 0
+    assert residency.guess(2) == NONE
+    residency.resize(4, [])
+    assert residency.room() == 4
+    assert residency.guess(2) != NONE
+    residency.check_integrity()
+
+
+def test_slots_in_use_are_not_held() -> None:
+    residency = Residency(8, 4)
+    slots = residency.acquire([1]).slots
+    assert not residency.hold()
+    residency.release(slots)
+    assert not residency.hold(), "it is still being read into"
+    residency.published(1)
+    assert residency.hold()
+
+
 # -- against a naive model --------------------------------------------------------------------
 
 
@@ -292,6 +345,23 @@ class Comparison(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         call = self.calls.pop(data.draw(st.integers(0, len(self.calls) - 1)))
         self.residency.release(call)
+
+    @precondition(lambda self: not self.calls and not self.reading)
+    @rule(slots=st.integers(1, 6))
+    def resize(self, slots: int) -> None:
+        assert self.residency.hold()
+        moves = self.residency.keepers(slots)
+        self.residency.resize(slots, moves)
+        if slots < len(self.age):
+            gone = self.age[:-slots]
+            self.age = self.age[-slots:]
+            self.evictions += len(gone)
+            for expert in gone:
+                del self.slot_of[expert]
+        if slots != self.slots:
+            to = dict(moves)
+            self.slot_of = {expert: to[slot] for expert, slot in self.slot_of.items()}
+        self.slots = slots
 
     # After each step
 
