@@ -31,6 +31,7 @@ from .assembly import (
     make_record,
     trunk_parameters,
 )
+from .batching import unbatchable
 from .errors import TraceUnwritable
 from .generation import LoadedModel
 from .hub import resolve_model
@@ -39,6 +40,7 @@ from .packed import load_residents
 from .plan import CACHE_BYTES, Plan, fitting_chunk, make_plan, parse_size
 from .prefetch import OFF, PrefetchConfig
 from .readahead import ReadAhead
+from .scheduling import DEFAULT_PREFILL_CHUNK, DEFAULT_RUNNING, DEFAULT_WAITING, make_limits
 from .store import ExpertStore
 from .streaming import ExpertStream
 from .streams import leased_streams
@@ -70,6 +72,9 @@ class Settings:
     prefetch: PrefetchConfig = OFF
     calibration: Path | None = None
     checksum: bool = False
+    max_running: int = DEFAULT_RUNNING
+    max_waiting: int = DEFAULT_WAITING
+    prefill_chunk: int = DEFAULT_PREFILL_CHUNK
 
 
 @dataclass(slots=True)
@@ -232,15 +237,26 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
             for warning in predictor.warnings:
                 logger.warning("%s; they are read on demand", warning)
             stack.enter_context(_calibrated(ahead, settings.calibration))
+        size = blueprint.size
+        limits = make_limits(
+            plan,
+            max_running=settings.max_running,
+            prefill_chunk=settings.prefill_chunk,
+            streamed=[(slots, use.top_k) for use, slots in streamed],
+            kv_fixed_bytes=size.kv_fixed_bytes,
+            kv_token_bytes=size.kv_token_bytes,
+            unbatchable=unbatchable(model, make_prompt_cache(model)),
+        )
         loaded = LoadedModel(
             model=model,
             tokenizer=tokenizer,
             end_tokens=end_tokens(tokenizer, config),
             stream=stream,
-            vocabulary=blueprint.size.vocabulary,
+            vocabulary=size.vocabulary,
             context=plan.context,
-            chunk_tokens=partial(fitting_chunk, blueprint.size, scratch_bytes=plan.scratch_bytes),
+            chunk_tokens=partial(fitting_chunk, size, scratch_bytes=plan.scratch_bytes),
             resident=not streamed,
+            limits=limits,
         )
         core = Core(plan, loaded, store, loop, tracer, ahead, trunk_bytes)
         core.sample_memory()

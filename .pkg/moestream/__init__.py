@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     )
     from .runtime.errors import (
         BudgetTooSmall,
+        EngineBusy,
         EngineClosed,
         EngineDead,
         GenerationFailed,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
         InvalidRequest,
         OpenFailed,
         PromptTooLong,
+        RequestTimeout,
         TokenizerBroken,
         TraceUnwritable,
     )
@@ -72,6 +74,7 @@ __all__ = [
     "Chunk",
     "CorruptCheckpoint",
     "Engine",
+    "EngineBusy",
     "EngineClosed",
     "EngineDead",
     "ExpertsNotStacked",
@@ -91,6 +94,7 @@ __all__ = [
     "PrefetchStatistics",
     "PromptTooLong",
     "ReadFailed",
+    "RequestTimeout",
     "SamplingArguments",
     "Statistics",
     "StoreMismatch",
@@ -111,6 +115,7 @@ _MODULES = {
     "Chunk": ".runtime.api",
     "CorruptCheckpoint": ".io.errors",
     "Engine": ".runtime.engine",
+    "EngineBusy": ".runtime.errors",
     "EngineClosed": ".runtime.errors",
     "EngineDead": ".runtime.errors",
     "ExpertsNotStacked": ".models.errors",
@@ -130,6 +135,7 @@ _MODULES = {
     "PrefetchStatistics": ".runtime.api",
     "PromptTooLong": ".runtime.errors",
     "ReadFailed": ".io.errors",
+    "RequestTimeout": ".runtime.errors",
     "SamplingArguments": ".runtime.engine",
     "Statistics": ".runtime.api",
     "StoreMismatch": ".io.errors",
