@@ -1,8 +1,8 @@
 """Runs requests together on the compute thread: who joins, who leaves, one forward for all.
 
-A round is: those that were given up leave, then prompts, then one token of every running request.
-While requests are running, the prompts of one round have ``prefill_chunk`` tokens at most, which
-bounds the time between two tokens of a stream to that chunk and one forward.
+A round is: those that were given up leave, one chunk of one prompt, one token of every running
+request. While there are such, the chunk has ``prefill_chunk`` tokens at most. So a stream never
+waits longer for its next token than one such chunk and one forward take.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Scheduler:
         given_up += [row for row in self._running if row.request.given_up]
         self._end(core, [(row, "cancelled") for row in given_up])
 
-    def _admit(self, core: Core) -> bool:
+    def _admit(self, core: Core) -> None:
         """Let the next request begin, if it may run beside the others."""
         limits, running = core.loaded.limits, self._running
         while self._waiting and len(running) < limits.rows:
@@ -117,13 +117,12 @@ class Scheduler:
                     self._fail(core, row, error)
                     continue
             if running and not limits.admits([other.length for other in running], row.length):
-                return False
+                return
             self._waiting.pop(0)
             row.request.state = State.RUNNING
             self._filling = row
             self._note_running()
-            return True
-        return False
+            return
 
     def _make_room(self, core: Core) -> None:
         """Send requests back to the queue while the caches of all would not fit the budget."""
@@ -151,24 +150,14 @@ class Scheduler:
     # -- prompts ------------------------------------------------------------------------------
 
     def _prefill(self, core: Core) -> None:
-        """Compute prompts: as much as running requests can wait for."""
+        """Compute a chunk of a prompt: as much as running requests can wait for."""
         if self._joinable(core) and any(row.pending is not None for row in self._batch.rows):
             self._decode(core)  # a token whose forward has begun comes before company
-        spent = 0
-        while self._filling is not None or self._admit(core):
-            row = self._filling
-            assert row is not None
-            budget = row.left
-            if self._batch.rows:
-                budget = core.loaded.limits.prefill_chunk - spent
-                # A chunk of a few tokens reads nearly as many experts as a long one.
-                if budget <= 0 or (spent and row.left > budget):
-                    return
-            before = row.left
-            self._fill(core, row, budget)
-            if self._filling is row:
-                return
-            spent += before
+        if self._filling is None:
+            self._admit(core)
+        if self._filling is not None:
+            chunk = core.loaded.limits.prefill_chunk if self._batch.rows else self._filling.left
+            self._fill(core, self._filling, chunk)
 
     def _joinable(self, core: Core) -> bool:
         """Whether somebody may want to join those who run."""
