@@ -22,9 +22,9 @@ from .drawing import Drawn
 from .errors import EngineClosed, EngineDead, GenerationFailed, RequestTimeout
 from .generation import Row
 from .request import Cancelled, Failed, Message, Request, State
-from .scheduling import Entrance, share
+from .scheduling import Entrance
 from .streaming import Step, StepCounters
-from .totals import Totals
+from .totals import Totals, share
 
 TOGETHER = -2
 """Owner of the reads of a forward for several requests: none of them may purge the others'."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from .errors import EngineBusy
 from .plan import Plan
-from .streaming import StepCounters
 
 DEFAULT_RUNNING = 8
 """Requests computed together at most; more rows per forward read less for each token."""
@@ -136,16 +135,3 @@ class Entrance:
         """The request has ended or was given up while it waited. Idempotent."""
         with self._lock:
             self._inside.discard(number)
-
-
-def share(total: StepCounters, parts: Sequence[StepCounters]) -> None:
-    """Divide what a forward has cost equally between its requests; counts add up exactly."""
-    count = len(parts)
-    for entry in fields(StepCounters):
-        value = getattr(total, entry.name)
-        for index, part in enumerate(parts):
-            if isinstance(value, int):
-                own = value * (index + 1) // count - value * index // count
-            else:
-                own = value / count
-            setattr(part, entry.name, getattr(part, entry.name) + own)

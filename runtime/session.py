@@ -35,6 +35,9 @@ class EngineOptions:
     prefetch: str = "off"
     trace: str | None = None
     checksum: bool = False
+    max_running: int | None = None
+    max_waiting: int | None = None
+    prefill_chunk: int | None = None
 
 
 async def open_engine(options: EngineOptions) -> Engine:
@@ -43,8 +46,9 @@ async def open_engine(options: EngineOptions) -> Engine:
     from .prefetch import PrefetchConfig
 
     arguments: dict[str, Any] = asdict(options)
-    if options.lanes is None:  # the engine knows its default
-        del arguments["lanes"]
+    for name in ("lanes", "max_running", "max_waiting", "prefill_chunk"):
+        if arguments[name] is None:  # the engine knows its default
+            del arguments[name]
     if options.prefetch == "on":
         arguments["prefetch"] = PrefetchConfig()
     with progress_bar("loading", sizes=True) as progress:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import fields
 from statistics import median
 
 from .api import Generation, PrefetchStatistics, Statistics
@@ -103,3 +105,16 @@ def _prefetch_statistics(core: Core) -> PrefetchStatistics:
         drive_busy_seconds=drive.busy_seconds,
         drive_bandwidth=drive.bandwidth,
     )
+
+
+def share(total: StepCounters, parts: Sequence[StepCounters]) -> None:
+    """Divide what a forward has cost equally between its requests; counts add up exactly."""
+    count = len(parts)
+    for entry in fields(StepCounters):
+        value = getattr(total, entry.name)
+        for index, part in enumerate(parts):
+            if isinstance(value, int):
+                own = value * (index + 1) // count - value * index // count
+            else:
+                own = value / count
+            setattr(part, entry.name, getattr(part, entry.name) + own)

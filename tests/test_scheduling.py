@@ -8,8 +8,9 @@ import pytest
 
 from moestream.runtime.errors import EngineBusy
 from moestream.runtime.plan import Plan
-from moestream.runtime.scheduling import KV_STEP, Entrance, Limits, make_limits, share
+from moestream.runtime.scheduling import KV_STEP, Entrance, Limits, make_limits
 from moestream.runtime.streaming import StepCounters
+from moestream.runtime.totals import share
 
 PLAN = Plan(
     budget=10**9,

@@ -300,7 +300,7 @@ async def test_bad_limits(settings: dict[str, Any], demo: Path) -> None:
 async def test_bad_turns(engine: Engine) -> None:
     for arguments in ({"priority": 1.5}, {"timeout": -1}, {"timeout": "soon"}):
         with pytest.raises(InvalidRequest, match=next(iter(arguments))):
-            await engine.generate(PROMPTS[0], **arguments)  # type: ignore[arg-type]
+            await engine.generate(PROMPTS[0], **arguments)
 
 
 # -- those who leave --------------------------------------------------------------------------
