@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,13 @@ from .packed import load_residents
 from .plan import CACHE_BYTES, Plan, fitting_chunk, make_plan, parse_size
 from .prefetch import OFF, PrefetchConfig
 from .readahead import ReadAhead
-from .scheduling import DEFAULT_PREFILL_CHUNK, DEFAULT_RUNNING, DEFAULT_WAITING, make_limits
+from .scheduling import (
+    DEFAULT_PREFILL_CHUNK,
+    DEFAULT_RUNNING,
+    DEFAULT_WAITING,
+    make_limits,
+    planned_requests,
+)
 from .store import ExpertStore
 from .streaming import ExpertStream
 from .streams import leased_streams
@@ -157,7 +163,11 @@ def prepare(settings: Settings) -> Prepared:
 
 
 def plan_model(blueprint: Blueprint, settings: Settings) -> Plan:
-    """The memory plan for a model of which only headers have been read."""
+    """The memory plan for a model of which only headers have been read.
+
+    Its KV cache is what all running requests share: one at full context, or several where that
+    takes little of the slots' memory.
+    """
     longest = blueprint.size.longest_context
     context = settings.context or min(longest, DEFAULT_CONTEXT)
     slots, budget = settings.slots, None
@@ -165,13 +175,24 @@ def plan_model(blueprint: Blueprint, settings: Settings) -> Plan:
         slots = max(layer.experts for layer in blueprint.size.layers)
     elif slots is None:
         budget = automatic_budget() if settings.memory is None else parse_size(settings.memory)
-    return make_plan(
-        blueprint.size,
-        budget=budget,
-        process_bytes=process_bytes(),
-        context=context,
-        slots=slots,
+    size = blueprint.size
+    make = partial(
+        make_plan, budget=budget, process_bytes=process_bytes(), context=context, slots=slots
     )
+    plan = make(size)
+    requests = planned_requests(plan, settings.max_running)
+    if requests == 1:
+        return plan
+    larger = replace(
+        size,
+        kv_fixed_bytes=requests * size.kv_fixed_bytes,
+        kv_token_bytes=requests * size.kv_token_bytes,
+    )
+    together = replace(make(larger), minimum=plan.minimum)
+    whole = [layer.experts for layer in size.layers]
+    if list(plan.slots) == whole != list(together.slots):
+        return plan  # every expert in memory is worth more
+    return together
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .errors import EngineBusy
-from .plan import Plan
+from .plan import SLACK, Plan
 
 DEFAULT_RUNNING = 8
 """Requests computed together at most; more rows per forward read less for each token."""
@@ -102,6 +102,24 @@ def make_limits(
         kv_token_bytes=kv_token_bytes,
         reason=reason,
     )
+
+
+def planned_requests(plan: Plan, max_running: int) -> int:
+    """For how many requests at full context caches are worth their memory.
+
+    As many as take an eighth of the slots' memory beyond the first one's (arbitrary: requests that
+    run together need fewer bytes from the drive for each token, but slots save bytes as well).
+
+    Args:
+        plan: with caches for one request.
+        max_running: asked for.
+    """
+    if plan.budget is None or not plan.kv_bytes:
+        return 1
+    spare = min(plan.slot_bytes // 8, (plan.budget - plan.minimum) // 2)
+    # A model that is held whole leaves memory that nothing else has a use for.
+    spare = max(spare, int(plan.budget * (1 - SLACK)) - plan.total_bytes)
+    return max(min(max_running, 1 + spare // plan.kv_bytes), 1)
 
 
 class Entrance:

@@ -8,7 +8,13 @@ import pytest
 
 from moestream.runtime.errors import EngineBusy
 from moestream.runtime.plan import Plan
-from moestream.runtime.scheduling import KV_STEP, Entrance, Limits, make_limits
+from moestream.runtime.scheduling import (
+    KV_STEP,
+    Entrance,
+    Limits,
+    make_limits,
+    planned_requests,
+)
 from moestream.runtime.streaming import StepCounters
 from moestream.runtime.totals import share
 
@@ -125,3 +131,17 @@ def test_shares_add_up_to_the_whole() -> None:
         assert getattr(summed, entry.name) == pytest.approx(expected)
     assert [part.bytes_read for part in parts] == [33, 34, 34]
     assert isinstance(parts[0].hits, int)
+
+
+def test_memory_is_set_aside_for_as_many_requests_as_cost_little() -> None:
+    def full(slot_bytes: int, *, minimum: int = 10**8, left: int = 0) -> Plan:
+        """A plan that leaves so many bytes to nobody."""
+        process = 980_000_000 - slot_bytes - PLAN.kv_bytes - left
+        return replace(PLAN, slot_bytes=slot_bytes, minimum=minimum, process_bytes=process)
+
+    assert planned_requests(full(8 * 70_000), 8) == 4  # an eighth holds 3.5 caches more
+    assert planned_requests(full(8 * 70_000), 2) == 2
+    assert planned_requests(full(8), 8) == 1
+    assert planned_requests(full(8 * 70_000, minimum=10**9 - 45_000), 8) == 2  # half of the spare
+    assert planned_requests(full(8, left=100_000), 8) == 6
+    assert planned_requests(replace(full(8 * 70_000), budget=None), 8) == 1
