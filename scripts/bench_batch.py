@@ -1,12 +1,12 @@
 """Callers together against callers in turn: tokens per second and bytes read per token.
 
-The trained demo model answers questions, so routing is real; its records are padded on disk to the
+The trained demo model goes on with texts, so routing is real; its records are padded on disk to the
 size of a large model's (see bench_prefetch.py). Two engines are open in one process with the same
 slots: one computes its callers together, the other takes them in turn (``max_running=1``). They
 alternate, round by round; end tokens are ignored and counts fixed.
 
     python scripts/bench_batch.py [--record-mb 0.5] [--slots 32] [--callers 1 2 4 8 16]
-                                  [--tokens 32] [--rounds 2] [--csv FILE]
+                                  [--tokens 20] [--rounds 2] [--same] [--csv FILE]
 
 Per number of callers and arm: tokens per second of all callers (median over rounds, lowest and
 highest), MB read and distinct experts demanded per token, waves, the longest gap between two tokens
@@ -35,8 +35,26 @@ import mlx.core as mx
 from moestream import Engine
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from scripts.bench_prefetch import QUESTIONS, pad_records
+from scripts.bench_prefetch import pad_records
 
+OPENINGS = (
+    "Once upon a time",
+    "One day, a little girl",
+    "The cat sat on",
+    "Tom and his dog",
+    "It was raining and",
+    "In the big forest",
+    "Lily had a red",
+    "A bird sang in",
+    "The old man said",
+    "Two friends went to",
+    "Mom made a cake",
+    "The sun was hot",
+    "Ben found a box",
+    "At the zoo, the",
+    "My brother likes to",
+    "There was a boat",
+)
 ARMS = {"together": 16, "in turn": 1}
 
 
@@ -51,22 +69,22 @@ class Run:
     gap: float
 
 
-async def ask(engine: Engine, number: int, tokens: int) -> float:
+async def ask(engine: Engine, number: int, tokens: int, same: bool) -> float:
     """Stream one answer; returns its longest gap between two tokens."""
-    question = QUESTIONS[number % len(QUESTIONS)] + " Please." * (number // len(QUESTIONS))
-    prompt = [{"role": "user", "content": question}]
     last, gap = 0.0, 0.0
-    async for _ in engine.stream(prompt, max_tokens=tokens, ignore_eos=True):
+    prompt = OPENINGS[0 if same else number % len(OPENINGS)]
+    chance: Any = {"temperature": 0.8, "seed": number} if same else {}
+    async for _ in engine.stream(prompt, max_tokens=tokens, ignore_eos=True, **chance):
         now = time.perf_counter()
         gap = max(gap, now - last) if last else 0.0
         last = now
     return gap
 
 
-async def once(engine: Engine, callers: int, tokens: int) -> Run:
+async def once(engine: Engine, callers: int, tokens: int, same: bool) -> Run:
     """All callers at once, until the last one has its answer."""
     before, started = engine.statistics(), time.perf_counter()
-    gaps = await asyncio.gather(*[ask(engine, number, tokens) for number in range(callers)])
+    gaps = await asyncio.gather(*[ask(engine, n, tokens, same) for n in range(callers)])
     seconds, after = time.perf_counter() - started, engine.statistics()
     count = callers * tokens
     experts = after.hits + after.misses - before.hits - before.misses
@@ -80,7 +98,7 @@ async def once(engine: Engine, callers: int, tokens: int) -> Run:
 
 
 async def measure(
-    model: Path, slots: int, callers: Sequence[int], tokens: int, rounds: int
+    model: Path, slots: int, callers: Sequence[int], tokens: int, rounds: int, same: bool
 ) -> dict[tuple[int, str], list[Run]]:
     """Every number of callers with both arms."""
     runs: dict[tuple[int, str], list[Run]] = {}
@@ -91,11 +109,11 @@ async def measure(
             engines[arm] = await stack.enter_async_context(engine)
             figures = engine.statistics()
             print(f"{arm}: {figures.most_running} rows {figures.batch_limit}", file=sys.stderr)
-            await once(engine, 2, 8)
+            await once(engine, 2, 8, same)
         for turn in range(rounds):
             for count in callers:
                 for arm in list(ARMS) if turn % 2 else list(reversed(ARMS)):
-                    run = await once(engines[arm], count, tokens)
+                    run = await once(engines[arm], count, tokens, same)
                     runs.setdefault((count, arm), []).append(run)
     return runs
 
@@ -130,14 +148,16 @@ def main() -> None:
     parser.add_argument("--record-mb", type=float, default=0.5)
     parser.add_argument("--slots", type=int, default=32, help="of 64 per layer")
     parser.add_argument("--callers", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--same", action="store_true", help="one text, other random numbers")
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         pad_records(Path(folder), int(arguments.record_mb * 1e6))
+        given = arguments
         runs = asyncio.run(
-            measure(demo, arguments.slots, arguments.callers, arguments.tokens, arguments.rounds)
+            measure(demo, given.slots, given.callers, given.tokens, given.rounds, given.same)
         )
     rows = summarize(runs)
     for row in rows:
