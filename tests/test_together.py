@@ -18,6 +18,7 @@ from moestream import (
     EngineBusy,
     Generation,
     InvalidRequest,
+    PrefetchConfig,
     ReadFailed,
     RequestTimeout,
 )
@@ -190,6 +191,25 @@ async def test_everything_resident(demo: Path) -> None:
         tokens += [chunk.token async for chunk in stream]
         assert tuple(tokens) == alone[0].tokens
         assert [one.tokens for one in await others] == [one.tokens for one in alone[1:]]
+
+
+async def test_with_reading_ahead(demo: Path) -> None:
+    asked: Asked = [(prompt, {"max_tokens": 14, "ignore_eos": True}) for prompt in PROMPTS]
+    config = PrefetchConfig(admission="always")
+    async with await Engine.open(demo, slots=24, prefetch=config) as engine:
+        alone = await in_turn(engine, asked)
+        guesses = engine.statistics().prefetch.guesses
+        assert guesses
+        # One is alone first, and its guesses are on their way when the others come.
+        stream = engine.stream(PROMPTS[0], max_tokens=900, ignore_eos=True)
+        await anext(stream)
+        others = asyncio.create_task(at_once(engine, asked))
+        for _ in range(6):
+            await anext(stream)
+        await stream.aclose()
+        assert [one.tokens for one in await others] == [one.tokens for one in alone]
+        await engine.generate(PROMPTS[0], max_tokens=1)
+        engine.check_integrity()
 
 
 # -- turns ------------------------------------------------------------------------------------
