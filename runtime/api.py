@@ -31,6 +31,8 @@ class TokenLogprob:
 class GenerationStats:
     """What one request cost. Seconds, bytes and counts.
 
+    A forward for several requests is divided equally between them, times and counts alike.
+
     Attributes:
         queued_seconds: from the call to its turn on the compute thread.
         time_to_first_token: from its turn to the first token.
@@ -153,8 +155,8 @@ class Statistics:
     """Totals of an engine since it was opened. Seconds, bytes and counts.
 
     Attributes:
-        requests_running: 0 or 1.
-        requests_waiting: queued behind it.
+        requests_running: being computed.
+        requests_waiting: queued behind them.
         requests_finished: with a result.
         requests_failed: with an error.
         requests_cancelled: by their callers.
@@ -179,6 +181,9 @@ class Statistics:
         trace_error: why tracing stopped, if it did.
         wasted_bytes: read for guesses that were given up unused.
         prefetch: what reading ahead has done.
+        batched: whether requests are computed together.
+        most_running: how many at once; 1 when they run in turn.
+        batch_limit: why these are fewer than ``max_running``; "" when they are not.
     """
 
     requests_running: int
@@ -214,6 +219,9 @@ class Statistics:
     trace_error: str | None
     wasted_bytes: int
     prefetch: PrefetchStatistics
+    batched: bool
+    most_running: int
+    batch_limit: str
 
     @property
     def hit_rate(self) -> float:

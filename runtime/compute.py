@@ -1,7 +1,8 @@
 """The compute thread: the only one that touches MLX, for the engine's whole life.
 
 Contract: a submitted job is either refused at once with ``EngineClosed`` or ``EngineDead``, or
-exactly one of its ``run`` and ``abort`` is called, also when the thread dies.
+exactly one of its ``run`` and ``abort`` is called, also when the thread dies. What ``run`` began is
+gone on with step by step; its ``abort`` is called when no step follows.
 """
 
 from __future__ import annotations
@@ -33,21 +34,45 @@ class Job(Protocol[CoreIn]):
         """It will not be done."""
 
 
+class Work(Protocol[CoreIn]):
+    """What jobs have begun and the thread goes on with, step by step, between them."""
+
+    def step(self, core: CoreIn) -> bool:
+        """Do some of it; whether anything is left. An exception from here kills the engine."""
+
+    def abort(self, refusal: Callable[[], Exception]) -> None:
+        """No step will follow: end what is left, each part with an error of its own."""
+
+
+class NoWork:
+    """Jobs that are over when they have run."""
+
+    def step(self, core: object) -> bool:
+        """Nothing is left."""
+        return False
+
+    def abort(self, refusal: Callable[[], Exception]) -> None:
+        """Nobody to tell."""
+
+
 class ComputeThread(Generic[Core]):
-    """Runs jobs one after another in the order of their arrival.
+    """Runs jobs in the order of their arrival, and between them the steps of what they began.
 
     Args:
         make_core: opens what the jobs work on; entered and left on the thread.
+        work: what jobs begin and steps go on with.
         name: of the thread.
     """
 
     def __init__(
         self,
         make_core: Callable[[], AbstractContextManager[Core]],
+        work: Work[Core] | None = None,
         *,
         name: str = "moestream-compute",
     ) -> None:
         self._make_core = make_core
+        self._work: Work[Core] = NoWork() if work is None else work
         self._thread = threading.Thread(target=self._main, name=name)
         self._wake = threading.Condition()  # guards the fields below
         self._jobs: deque[Job[Core]] = deque()
@@ -81,7 +106,7 @@ class ComputeThread(Generic[Core]):
         return len(self._jobs)
 
     def stop(self) -> None:
-        """Refuse new jobs and end the thread behind the job that is running. Idempotent."""
+        """Refuse new jobs and end the thread behind the running job or step. Idempotent."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -99,8 +124,7 @@ class ComputeThread(Generic[Core]):
             with self._make_core() as core:
                 try:
                     self.ready.set_result(core)
-                    while (job := self._next()) is not None:
-                        job.run(core)
+                    self._serve(core)
                 except BaseException as error:
                     self._death = error
                     raise
@@ -118,11 +142,23 @@ class ComputeThread(Generic[Core]):
             logger.error("the engine did not close cleanly", exc_info=failure)
         self.finished.set_result(None)
 
-    def _next(self) -> Job[Core] | None:
+    def _serve(self, core: Core) -> None:
+        busy = False
+        while True:
+            # All jobs first: what they begin may be done together.
+            while (job := self._next(wait=not busy)) is not None:
+                job.run(core)
+                busy = True
+            if self._stopping:
+                return
+            busy = self._work.step(core)
+
+    def _next(self, *, wait: bool) -> Job[Core] | None:
+        """The next job; None when there is none, or no job is to be run any more."""
         with self._wake:
-            while not self._jobs and not self._stopping:
+            while wait and not self._jobs and not self._stopping:
                 self._wake.wait()
-            return None if self._stopping else self._jobs.popleft()
+            return None if self._stopping or not self._jobs else self._jobs.popleft()
 
     def _refuse_all(self) -> None:
         with self._wake:
@@ -134,6 +170,10 @@ class ComputeThread(Generic[Core]):
                 job.abort(self._refusal())
             except Exception:  # the other jobs have to hear of it all the same
                 logger.exception("a job could not be aborted")
+        try:
+            self._work.abort(self._refusal)
+        except Exception:
+            logger.exception("what was left of the jobs could not be aborted")
 
     def _refusal(self) -> EngineClosed | EngineDead:
         # A new one for each caller: raising one object in several threads mixes their tracebacks.

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from .assembly import (
     make_record,
     trunk_parameters,
 )
+from .batching import unbatchable
 from .errors import TraceUnwritable
 from .generation import LoadedModel
 from .hub import resolve_model
@@ -47,6 +48,13 @@ from .pressure import Pressure
 from .profiling import profiled
 from .readahead import ReadAhead
 from .resizing import Resizer, watching
+from .scheduling import (
+    DEFAULT_PREFILL_CHUNK,
+    DEFAULT_RUNNING,
+    DEFAULT_WAITING,
+    make_limits,
+    planned_requests,
+)
 from .store import ExpertStore
 from .streaming import ExpertStream
 from .streams import leased_streams
@@ -81,6 +89,9 @@ class Settings:
     pressure: bool = True
     policy: PolicyName = DEFAULT_POLICY
     read_timeout: float = READ_TIMEOUT
+    max_running: int = DEFAULT_RUNNING
+    max_waiting: int = DEFAULT_WAITING
+    prefill_chunk: int = DEFAULT_PREFILL_CHUNK
 
 
 @dataclass(slots=True)
@@ -166,7 +177,11 @@ def prepare(settings: Settings) -> Prepared:
 
 
 def plan_model(blueprint: Blueprint, settings: Settings) -> Plan:
-    """The memory plan for a model of which only headers have been read."""
+    """The memory plan for a model of which only headers have been read.
+
+    Its KV cache is what all running requests share: one at full context, or several where that
+    takes little of the slots' memory.
+    """
     longest = blueprint.size.longest_context
     context = settings.context or min(longest, DEFAULT_CONTEXT)
     slots, budget = settings.slots, None
@@ -178,14 +193,25 @@ def plan_model(blueprint: Blueprint, settings: Settings) -> Plan:
             if settings.memory is None
             else parse_size(settings.memory)
         )
-    return make_plan(
-        blueprint.size,
+    size = blueprint.size
+    make = partial(
+        make_plan,
+        size,
         budget=budget,
         process_bytes=process_bytes(),
         context=context,
         slots=slots,
         staging_bytes=settings.prefetch.staged_bytes,
     )
+    plan = make()
+    requests = planned_requests(plan, settings.max_running)
+    if requests == 1:
+        return plan
+    together = replace(make(sequences=requests), minimum=plan.minimum)
+    whole = [layer.experts for layer in size.layers]
+    if list(plan.slots) == whole != list(together.slots):
+        return plan  # every expert in memory is worth more
+    return together
 
 
 def _reads_buffered(blueprint: Blueprint, settings: Settings) -> bool:
@@ -278,15 +304,25 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
             for warning in predictor.warnings:
                 logger.warning("%s; they are read on demand", warning)
         stack.enter_context(_remembered(store, ahead, settings.calibration))
+        size = blueprint.size
+        bounds = make_limits(
+            plan,
+            max_running=settings.max_running,
+            prefill_chunk=settings.prefill_chunk,
+            streamed=[(slots, use.top_k) for use, slots in streamed],
+            cache=size.cache,
+            unbatchable=unbatchable(model, make_prompt_cache(model)),
+        )
         loaded = LoadedModel(
             model=model,
             tokenizer=tokenizer,
             end_tokens=end_tokens(tokenizer, config),
             stream=stream,
-            vocabulary=blueprint.size.vocabulary,
+            vocabulary=size.vocabulary,
             context=plan.context,
-            chunk_tokens=partial(fitting_chunk, blueprint.size, scratch_bytes=plan.scratch_bytes),
+            chunk_tokens=partial(fitting_chunk, size, scratch_bytes=plan.scratch_bytes),
             resident=not streamed,
+            limits=bounds,
         )
         core = Core(plan, loaded, store, loop, tracer, ahead, resizer, trunk_bytes)
         core.sample_memory()

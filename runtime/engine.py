@@ -20,13 +20,14 @@ from .assembly import Progress
 from .compute import ComputeThread
 from .core import DEFAULT_LANES, Core, Settings, running_core
 from .errors import EngineClosed, InvalidRequest, OpenFailed
-from .jobs import GenerationJob, Totals
 from .plan import Plan
 from .policies import DEFAULT_POLICY, POLICIES, PolicyName
 from .prefetch import OFF, PrefetchConfig
 from .request import Request, State
 from .resizing import wake_with
 from .sampling import Prompt, Sampling, early_check, freeze_prompt, make_sampling
+from .scheduler import GenerationJob, Scheduler
+from .scheduling import DEFAULT_PREFILL_CHUNK, DEFAULT_RUNNING, DEFAULT_WAITING, Entrance
 
 
 class SamplingArguments(TypedDict, total=False):
@@ -55,13 +56,15 @@ class Engine:
     """A Mixture-of-Experts model whose experts are streamed from the drive.
 
     Made by ``Engine.open``; an async context manager. All methods may be called from any asyncio
-    loop, many calls at once; requests are served one at a time in the order of their arrival.
+    loop, many calls at once; requests are computed together where the model allows it, and begin in
+    the order of their arrival.
     """
 
-    def __init__(self, thread: ComputeThread[Core], core: Core) -> None:
+    def __init__(self, thread: ComputeThread[Core], core: Core, scheduler: Scheduler) -> None:
         self._thread = thread
         self._core = core
-        self._totals = Totals()
+        self._scheduler = scheduler
+        scheduler.entrance.running = core.loaded.limits.rows
         self._closed = False
         wake_with(thread, core.resizer)
         _open_engines.add(self)
@@ -85,6 +88,9 @@ class Engine:
         checksum: bool = False,
         pressure: Literal["auto", "off"] = "auto",
         read_timeout: float = READ_TIMEOUT,
+        max_running: int = DEFAULT_RUNNING,
+        max_waiting: int = DEFAULT_WAITING,
+        prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
     ) -> Engine:
         """Open a model.
 
@@ -115,6 +121,13 @@ class Engine:
                 is in, runs short of memory, and takes them back slowly; "off" keeps them.
             read_timeout: seconds after which a read to which the drive does not answer fails its
                 request with ``ReadTimeout``; the engine goes on without the slot until it does.
+            max_running: requests computed together at most; fewer where slots or the memory of the
+                plan's KV cache do not suffice, and one at a time where mlx-lm cannot batch the
+                model's caches (``statistics`` says so).
+            max_waiting: requests that wait behind them at most; more raise ``EngineBusy``.
+            prefill_chunk: prompt tokens computed between two tokens of running requests at most. A
+                stream pauses no longer than that chunk and one forward take; smaller chunks make
+                prompts slower, since each of them reads nearly all experts.
 
         Raises:
             MoestreamError: one of its subclasses says what is wrong and what would do.
@@ -134,6 +147,9 @@ class Engine:
             pressure,
             policy,
             read_timeout,
+            max_running,
+            max_waiting,
+            prefill_chunk,
         )
         given_up = threading.Event()
 
@@ -142,7 +158,8 @@ class Engine:
                 raise EngineClosed()
 
         make_core = partial(running_core, settings, check=check, progress=progress)
-        thread: ComputeThread[Core] = ComputeThread(make_core)
+        scheduler = Scheduler(Entrance(settings.max_waiting))
+        thread: ComputeThread[Core] = ComputeThread(make_core, scheduler)
         _opening[thread] = given_up
         thread.start()
         try:
@@ -156,17 +173,28 @@ class Engine:
             raise
         finally:
             del _opening[thread]
-        return cls(thread, core)
+        return cls(thread, core, scheduler)
 
     # -- generation ---------------------------------------------------------------------------
 
-    async def generate(self, prompt: Prompt, **sampling: Unpack[SamplingArguments]) -> Generation:
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,  # noqa: ASYNC109  # the compute thread keeps it
+        **sampling: Unpack[SamplingArguments],
+    ) -> Generation:
         """Generate text; see ``Sampling`` for the arguments. Temperature 0 (greedy) is the default.
 
-        Cancelling the awaiting task stops the request within one layer.
+        Cancelling the awaiting task stops the request: within one layer while it is computed by
+        itself, before the next token while it is computed with others, who do not notice.
 
         Args:
             prompt: a text, token ids, or chat messages (dicts with ``role`` and ``content``).
+            priority: of those that wait, the request with the largest goes first, then the one that
+                came first. What runs is not interrupted.
+            timeout: seconds from now in which the request has to end, waiting included.
             **sampling: ``max_tokens``, ``temperature``, ``top_p``, ``min_p``, ``top_k``, ``seed``,
                 ``repetition_penalty``, ``presence_penalty``, ``frequency_penalty``, ``logit_bias``,
                 ``stop``, ``ignore_eos``, ``logprobs``.
@@ -174,9 +202,13 @@ class Engine:
         Raises:
             InvalidRequest: an argument makes no sense; says which.
             ReadFailed: an expert could not be read; the next request may work.
+            EngineBusy: too many requests run and wait.
+            RequestTimeout: its time is over; has what was generated by then.
             EngineClosed, EngineDead: the engine takes no requests.
         """
-        request = self._submit(*self._read(prompt, sampling, "generate"), chunks=False)
+        request = self._submit(
+            *self._read(prompt, sampling, "generate"), False, *_turn(priority, timeout)
+        )
         try:
             result = await request.receive()
         except BaseException:
@@ -186,19 +218,26 @@ class Engine:
         return result
 
     def stream(
-        self, prompt: Prompt, **sampling: Unpack[SamplingArguments]
+        self,
+        prompt: Prompt,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        **sampling: Unpack[SamplingArguments],
     ) -> AsyncGenerator[Chunk, None]:
         """Generate text token by token; arguments and errors as for ``generate``.
 
         The arguments are checked at the call; the request is queued when the iteration begins.
 
         Each chunk is handed out before the next token is computed. Closing the iterator (also by
-        leaving the loop inside ``contextlib.aclosing``) stops the request within one layer.
+        leaving the loop inside ``contextlib.aclosing``) stops the request as cancelling does.
         """
-        return self._stream(*self._read(prompt, sampling, "stream"))
+        return self._stream(*self._read(prompt, sampling, "stream"), _turn(priority, timeout))
 
-    async def _stream(self, prompt: Prompt, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        request = self._submit(prompt, sampling, chunks=True)
+    async def _stream(
+        self, prompt: Prompt, sampling: Sampling, turn: tuple[int, float | None]
+    ) -> AsyncGenerator[Chunk, None]:
+        request = self._submit(prompt, sampling, True, *turn)
         try:
             while isinstance(message := await request.receive(), Chunk):
                 yield message
@@ -215,15 +254,30 @@ class Engine:
         early_check(sampling, prompt, vocabulary=loaded.vocabulary, context=loaded.context)
         return prompt, sampling
 
-    def _submit(self, prompt: Prompt, sampling: Sampling, *, chunks: bool) -> Request:
-        request = Request(prompt, sampling, chunks=chunks)
-        self._thread.submit(GenerationJob(request, self._totals))
+    def _submit(
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        chunks: bool,
+        priority: int,
+        timeout: float | None,
+    ) -> Request:
+        request = Request(prompt, sampling, chunks=chunks, priority=priority, timeout=timeout)
+        entrance = self._scheduler.entrance
+        entrance.enter(request.number)
+        try:
+            self._thread.submit(GenerationJob(request, self._scheduler))
+        except BaseException:
+            entrance.leave(request.number)
+            raise
         return request
 
     def _cancel(self, request: Request) -> None:
         request.cancel()
         if request.state is State.RUNNING:
             self._core.store.purge(request.number)
+        elif request.state is State.WAITING:
+            self._scheduler.entrance.leave(request.number)
 
     # -- state --------------------------------------------------------------------------------
 
@@ -248,7 +302,8 @@ class Engine:
 
     def statistics(self) -> Statistics:
         """Totals since the engine was opened. Cheap; from any thread."""
-        return self._totals.record(self._core, waiting=self._thread.waiting)
+        waiting = self._thread.waiting + self._scheduler.waiting
+        return self._scheduler.totals.record(self._core, waiting=waiting)
 
     def check_integrity(self, *, idle: bool = False) -> None:
         """Raise IntegrityError unless the books of all slot pools balance.
@@ -308,6 +363,9 @@ def _settings(
     pressure: str,
     policy: PolicyName,
     read_timeout: float,
+    max_running: int,
+    max_waiting: int,
+    prefill_chunk: int,
 ) -> Settings:
     slots = None if slots is None else whole("slots", slots, least=1)
     context = None if context is None else whole("context", context, least=1)
@@ -337,7 +395,16 @@ def _settings(
         pressure=pressure == "auto",
         policy=policy,
         read_timeout=real("read_timeout", read_timeout, 0.001, 1e6),
+        max_running=whole("max_running", max_running, least=1),
+        max_waiting=whole("max_waiting", max_waiting, least=0),
+        prefill_chunk=whole("prefill_chunk", prefill_chunk, least=1),
     )
+
+
+def _turn(priority: int, timeout: float | None) -> tuple[int, float | None]:
+    """The checked arguments about a request's turn."""
+    priority = whole("priority", priority, least=-(2**31), most=2**31)
+    return priority, None if timeout is None else real("timeout", timeout, 0.0, 1e9)
 
 
 async def _finish(thread: ComputeThread[Core]) -> None:

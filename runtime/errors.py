@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..io.errors import MoestreamError
+
+if TYPE_CHECKING:
+    from .api import Generation
 
 _PARTS = {
     "process": "process",
@@ -108,6 +111,41 @@ class OpenFailed(MoestreamError):
             f"the engine cannot be opened ({type(cause).__name__}: {line}); "
             "check files, free memory and the limit of open files"
         )
+
+
+class EngineBusy(MoestreamError):
+    """As many requests are running and waiting as the engine takes.
+
+    Attributes:
+        running, waiting: the engine's limits.
+    """
+
+    def __init__(self, running: int, waiting: int) -> None:
+        super().__init__(
+            f"{running} requests are running and {waiting} waiting, which is all that the engine "
+            "takes; try again later, or open it with a larger max_waiting"
+        )
+        self.running = running
+        self.waiting = waiting
+
+
+class RequestTimeout(MoestreamError):
+    """A request has not ended within its ``timeout``; it has been stopped.
+
+    Attributes:
+        seconds: the timeout.
+        generation: what there was by then, with the finish reason "cancelled"; None when the
+            request had not begun, or the engine did not answer.
+    """
+
+    def __init__(self, seconds: float, generation: Generation | None = None) -> None:
+        there = 0 if generation is None else len(generation.tokens)
+        super().__init__(
+            f"the request took longer than its timeout of {seconds:g} s and was stopped after "
+            f"{there} tokens; give it more time or fewer tokens"
+        )
+        self.seconds = seconds
+        self.generation = generation
 
 
 class EngineClosed(MoestreamError):

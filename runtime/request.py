@@ -10,7 +10,11 @@ from dataclasses import dataclass
 from enum import Enum
 
 from .api import Chunk, Generation
+from .errors import RequestTimeout
 from .sampling import Prompt, Sampling
+
+GRACE = 2.0
+"""Seconds that a caller waits behind the end of its timeout for the compute thread to say so."""
 
 _numbers = itertools.count(1)
 
@@ -48,13 +52,25 @@ class Request:
         prompt: text, token ids or chat messages.
         sampling: checked arguments.
         chunks: whether each token is to be posted.
+        priority: larger ones go first among those that wait.
+        timeout: seconds from now in which it has to end; None for no limit.
     """
 
-    def __init__(self, prompt: Prompt, sampling: Sampling, *, chunks: bool) -> None:
+    def __init__(
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        *,
+        chunks: bool,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> None:
         self.number = next(_numbers)
         self.prompt = prompt
         self.sampling = sampling
         self.chunks = chunks
+        self.priority = priority
+        self.timeout = timeout
         self.created = time.perf_counter()
         self.state = State.WAITING
         self._cancelled = threading.Event()
@@ -68,8 +84,20 @@ class Request:
         self._cancelled.set()
 
     async def receive(self) -> Chunk | Generation:
-        """The next message; raises the request's error."""
-        message = await self._messages.get()
+        """The next message; raises the request's error.
+
+        The compute thread keeps the timeout. A drive that does not answer keeps the compute thread:
+        then this gives up by itself, a little later.
+        """
+        if self.timeout is None:
+            message = await self._messages.get()
+        else:
+            left = self.created + self.timeout + GRACE - time.perf_counter()
+            try:
+                async with asyncio.timeout(max(left, 0.0)):
+                    message = await self._messages.get()
+            except TimeoutError:
+                raise RequestTimeout(self.timeout) from None
         if isinstance(message, Failed):
             raise message.error
         return message
@@ -80,6 +108,16 @@ class Request:
     def cancelled(self) -> bool:
         """Whether the caller has given the request up, or its loop is gone."""
         return self._cancelled.is_set() or self._loop.is_closed()
+
+    @property
+    def expired(self) -> bool:
+        """Whether its time is over."""
+        return self.timeout is not None and time.perf_counter() > self.created + self.timeout
+
+    @property
+    def given_up(self) -> bool:
+        """Whether nothing more is to be computed for it."""
+        return self._cancelled.is_set() or self.expired or self._loop.is_closed()
 
     def post(self, message: Message) -> None:
         """Send to the caller; a caller whose loop is gone has given the request up."""

@@ -10,6 +10,7 @@ import typer
 
 from ..io.errors import MoestreamError
 from . import cli_options as options
+from .scheduling import DEFAULT_PREFILL_CHUNK, DEFAULT_RUNNING
 from .terminal import note
 
 if TYPE_CHECKING:
@@ -44,6 +45,23 @@ MaxWaiting = Annotated[
     int,
     typer.Option(
         min=0, help="Most requests that wait; more get status 429.", rich_help_panel=_SERVER
+    ),
+]
+MaxRunning = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Most requests computed together; fewer where the memory does not suffice.",
+        rich_help_panel=_SERVER,
+    ),
+]
+PrefillChunk = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        metavar="TOKENS",
+        help="Most tokens of a new prompt computed between two tokens of running answers.",
+        rich_help_panel=_SERVER,
     ),
 ]
 MaxBody = Annotated[
@@ -99,7 +117,9 @@ def serve(
     port: Port = 8000,
     api_key: ApiKey = None,
     name: Name = None,
+    max_running: MaxRunning = DEFAULT_RUNNING,
     max_waiting: MaxWaiting = 64,
+    prefill_chunk: PrefillChunk = DEFAULT_PREFILL_CHUNK,
     max_body: MaxBody = 8 << 20,
     cors: Cors = None,
     drain: Drain = 30.0,
@@ -159,6 +179,10 @@ def serve(
         prefetch,
         trace,
         read_timeout=read_timeout,
+        max_running=max_running,
+        # The server refuses what is too much; those who have left it may still be in the engine.
+        max_waiting=max_waiting + max_running,
+        prefill_chunk=prefill_chunk,
     )
     if not run_server(opened, settings, host=host, port=port, drain=drain):
         raise typer.Exit(1)

@@ -45,6 +45,9 @@ class EngineOptions:
     checksum: bool = False
     policy: PolicyName = DEFAULT_POLICY
     read_timeout: float | None = None
+    max_running: int | None = None
+    max_waiting: int | None = None
+    prefill_chunk: int | None = None
 
 
 async def open_engine(options: EngineOptions) -> Engine:
@@ -53,8 +56,8 @@ async def open_engine(options: EngineOptions) -> Engine:
     from .prefetch import PrefetchConfig
 
     arguments: dict[str, Any] = asdict(options)
-    for name in ("lanes", "read_timeout"):  # the engine knows its defaults
-        if arguments[name] is None:
+    for name in ("lanes", "read_timeout", "max_running", "max_waiting", "prefill_chunk"):
+        if arguments[name] is None:  # the engine knows its defaults
             del arguments[name]
     if options.prefetch == "on":
         arguments["prefetch"] = PrefetchConfig()

@@ -54,6 +54,11 @@ class StepCounters:
     syncs: int = 0
     waves: int = 0
 
+    def add(self, other: StepCounters) -> None:
+        """Add what something else has cost."""
+        for name in StepCounters.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
 
 def _no_check() -> None:
     return None
@@ -61,12 +66,12 @@ def _no_check() -> None:
 
 @dataclass(slots=True)
 class Step:
-    """The request that the compute thread is working for.
+    """Whom the compute thread is working for: a request, or several in one forward.
 
     Attributes:
-        owner: request id.
-        check: raises when the request has been cancelled; called at each layer.
-        counters: of the request.
+        owner: request id; one that no request has for several, whose reads nobody may purge.
+        check: raises when nobody wants the forward any more; called at each layer.
+        counters: of the request, or of the forward.
     """
 
     owner: int = -1
@@ -161,11 +166,11 @@ class ExpertStream:
         """The engine is being closed: let go of the model's taps and pools."""
         self._ahead = self.at_rest = None
 
-    def end_request(self) -> None:
-        """The request has ended: nobody wants its guesses."""
+    def end_request(self, owner: int) -> None:
+        """A request has ended: nobody wants its guesses."""
         if self._ahead is not None:
             self._ahead.end_request()
-            self._store.purge(self.step.owner)
+            self._store.purge(owner)
         self.log.end()
         self.step = Step()
 

@@ -29,8 +29,8 @@ from moestream import (
 )
 from moestream.runtime import hub, tokenizing
 from moestream.runtime.arguments import check_trace_path, path_argument, show
+from moestream.runtime.encoding import encode
 from moestream.runtime.errors import TokenizerBroken
-from moestream.runtime.generation import encode
 from moestream.runtime.hub import local_model, resolve_model
 from moestream.runtime.sampling import (
     MOST_STOPS,

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     )
     from .runtime.errors import (
         BudgetTooSmall,
+        EngineBusy,
         EngineClosed,
         EngineDead,
         GenerationFailed,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
         InvalidRequest,
         OpenFailed,
         PromptTooLong,
+        RequestTimeout,
         TokenizerBroken,
         TraceUnwritable,
     )
@@ -73,6 +75,7 @@ __all__ = [
     "Chunk",
     "CorruptCheckpoint",
     "Engine",
+    "EngineBusy",
     "EngineClosed",
     "EngineDead",
     "ExpertsNotStacked",
@@ -93,6 +96,7 @@ __all__ = [
     "PromptTooLong",
     "ReadFailed",
     "ReadTimeout",
+    "RequestTimeout",
     "SamplingArguments",
     "Statistics",
     "StoreMismatch",
@@ -113,6 +117,7 @@ _MODULES = {
     "Chunk": ".runtime.api",
     "CorruptCheckpoint": ".io.errors",
     "Engine": ".runtime.engine",
+    "EngineBusy": ".runtime.errors",
     "EngineClosed": ".runtime.errors",
     "EngineDead": ".runtime.errors",
     "ExpertsNotStacked": ".models.errors",
@@ -133,6 +138,7 @@ _MODULES = {
     "PromptTooLong": ".runtime.errors",
     "ReadFailed": ".io.errors",
     "ReadTimeout": ".io.errors",
+    "RequestTimeout": ".runtime.errors",
     "SamplingArguments": ".runtime.engine",
     "Statistics": ".runtime.api",
     "StoreMismatch": ".io.errors",

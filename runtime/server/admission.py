@@ -30,7 +30,7 @@ class Admission:
 
     Args:
         max_waiting: most generations that wait for their turn.
-        running: tells how many the engine works on at the moment.
+        running: tells how many the engine works on at once.
     """
 
     def __init__(self, max_waiting: int, running: Callable[[], int]) -> None:
@@ -63,7 +63,7 @@ class Admission:
         Raises:
             ApiError: too many are waiting, or so many are never taken.
         """
-        if size > self._max_waiting + 1:
+        if size > self._most:
             raise refused(f"{size} answers in one request are more than this server takes")
         self._take(size - ticket.size)
         ticket.size = size
@@ -73,8 +73,7 @@ class Admission:
             raise ApiError(
                 503, "the server is stopping", code="stopping", retry_after=RETRY_SECONDS
             )
-        # Whatever the engine works on does not wait; it can always work on one.
-        if count and self.active + count > max(self._running(), 1) + self._max_waiting:
+        if count and self.active + count > self._most:
             self.refused += 1
             raise ApiError(
                 429,
@@ -83,6 +82,11 @@ class Admission:
                 retry_after=RETRY_SECONDS,
             )
         self.active += count
+
+    @property
+    def _most(self) -> int:
+        # Whatever the engine works on does not wait; it can always work on one.
+        return max(self._running(), 1) + self._max_waiting
 
     def drain(self) -> None:
         """Take no more."""

@@ -6,7 +6,7 @@ import json
 from typing import Any, Literal
 
 from ...io.errors import LoopClosed, MoestreamError, ReadFailed
-from ..errors import EngineClosed, EngineDead, InvalidRequest, PromptTooLong
+from ..errors import EngineBusy, EngineClosed, EngineDead, InvalidRequest, PromptTooLong
 
 Style = Literal["openai", "anthropic"]
 
@@ -97,6 +97,9 @@ def from_engine(error: BaseException) -> ApiError:
         return refused(str(error), code="context_length_exceeded")
     if isinstance(error, InvalidRequest):
         return refused(str(error))
+    if isinstance(error, EngineBusy):
+        message = "too many requests are running or waiting; try again later"
+        return ApiError(429, message, code="too_many_requests", retry_after=RETRY_SECONDS)
     if isinstance(error, EngineDead | EngineClosed | LoopClosed):
         return ApiError(503, "the engine has stopped; restart the server", code="engine_dead")
     if isinstance(error, ReadFailed):

@@ -41,9 +41,7 @@ class Service:
         self.engine = engine
         self.settings = settings
         self.name = settings.name or _name_of(engine.tokenizer)
-        self.admission = Admission(
-            settings.max_waiting, lambda: engine.statistics().requests_running
-        )
+        self.admission = Admission(settings.max_waiting, lambda: engine.statistics().most_running)
         self.metrics = Metrics(self)
         self.tokens = 0
         self.failing = False

@@ -1,16 +1,15 @@
-"""Requests as jobs of the compute thread, and the sums over them."""
+"""The sums over all requests of an engine."""
 
 from __future__ import annotations
 
-import traceback
+from collections.abc import Sequence
+from dataclasses import fields
 from statistics import median
 
-from ..io.errors import LoopClosed, MoestreamError
 from .api import Generation, PrefetchStatistics, Statistics
 from .core import Core
-from .errors import EngineClosed, EngineDead, GenerationFailed
-from .generation import TokenLoop
-from .request import Cancelled, Failed, Message, Request, State
+from .generation import Row
+from .request import Failed, Message
 from .streaming import StepCounters
 
 
@@ -20,11 +19,11 @@ class Totals:
     def __init__(self) -> None:
         self.finished = self.failed = self.cancelled = 0
         self.prompt_tokens = self.tokens = 0
-        self.running: TokenLoop | None = None
+        self.running: tuple[Row, ...] = ()
         self.ended = StepCounters()
 
-    def end(self, loop: TokenLoop, outcome: Message) -> None:
-        self.running = None
+    def end(self, counters: StepCounters, outcome: Message) -> None:
+        """A request that had cost so much has ended."""
         if isinstance(outcome, Failed):
             self.failed += 1
         elif isinstance(outcome, Generation):
@@ -32,16 +31,18 @@ class Totals:
             self.finished += outcome.finish_reason != "cancelled"
             self.prompt_tokens += outcome.prompt_tokens
             self.tokens += len(outcome.tokens)
-        for name in StepCounters.__slots__:
-            setattr(self.ended, name, getattr(self.ended, name) + getattr(loop.counters, name))
+        self.ended.add(counters)
 
     def record(self, core: Core, *, waiting: int) -> Statistics:
-        running = self.running
-        current = running.counters if running is not None else StepCounters()
+        """The statistics of the engine at this moment. Any thread."""
+        running, current = self.running, StepCounters()
+        for row in running:
+            current.add(row.counters)
+        limits = core.loaded.limits
         counters, groups = core.store.counters, core.store.groups
         layers = len(core.plan.slots)
         return Statistics(
-            requests_running=int(running is not None),
+            requests_running=len(running),
             requests_waiting=waiting,
             requests_finished=self.finished,
             requests_failed=self.failed,
@@ -74,6 +75,9 @@ class Totals:
             trace_error=core.tracer.error,
             wasted_bytes=counters.wasted_bytes,
             prefetch=_prefetch_statistics(core),
+            batched=limits.rows > 1,
+            most_running=limits.rows,
+            batch_limit=limits.reason,
         )
 
 
@@ -106,65 +110,14 @@ def _prefetch_statistics(core: Core) -> PrefetchStatistics:
     )
 
 
-class GenerationJob:
-    """Runs one request on the compute thread and sends its outcome to the caller."""
-
-    def __init__(self, request: Request, totals: Totals) -> None:
-        self._request = request
-        self._totals = totals
-
-    def run(self, core: Core) -> None:
-        request, totals = self._request, self._totals
-        if request.cancelled:
-            totals.cancelled += 1
-            request.state = State.ENDED
-            return
-        request.state = State.RUNNING
-
-        def check() -> None:
-            if request.cancelled:
-                raise Cancelled
-            if core.stopping.is_set():
-                raise EngineClosed
-
-        loop = TokenLoop(core.loaded, request, tracer=core.tracer, check=check)
-        totals.running = loop
-        outcome: Message
-        try:
-            outcome = loop.run()
-        except Exception as error:
-            _drop_frames(error)
-            outcome = Failed(EngineClosed() if core.stopping.is_set() else _outcome(error))
-        except BaseException as error:
-            request.post(Failed(EngineDead(error)))
-            raise
-        finally:
-            request.state = State.ENDED
-        totals.end(loop, outcome)
-        core.sample_memory()
-        request.post(outcome)
-        if core.loop.failure is not None and not core.stopping.is_set():
-            raise core.loop.failure
-
-    def abort(self, error: BaseException) -> None:
-        self._request.state = State.ENDED
-        self._request.post(Failed(error))
-
-
-def _drop_frames(error: BaseException | None) -> None:
-    """Forget the locals of the frames that an error has passed: caches, models, slot rows."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-
-
-def _outcome(error: Exception) -> Exception:
-    """The error that the caller of a request gets to see."""
-    if isinstance(error, LoopClosed):
-        outcome: Exception = EngineDead(error.__cause__ or error)
-    elif isinstance(error, MoestreamError):
-        return error
-    else:
-        outcome = GenerationFailed(f"the request failed: {type(error).__name__}: {error}")
-    outcome.__cause__ = error
-    return outcome
+def share(total: StepCounters, parts: Sequence[StepCounters]) -> None:
+    """Divide what a forward has cost equally between its requests; counts add up exactly."""
+    count = len(parts)
+    for entry in fields(StepCounters):
+        value = getattr(total, entry.name)
+        for index, part in enumerate(parts):
+            if isinstance(value, int):
+                own = value * (index + 1) // count - value * index // count
+            else:
+                own = value / count
+            setattr(part, entry.name, getattr(part, entry.name) + own)
