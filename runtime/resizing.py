@@ -105,7 +105,11 @@ class Resizer:
         def swap(pool: SlotPool) -> None:
             install_parameters(module, pool.arrays)
 
-        done = self._store.resize(group, self.target(group), swap)
+        try:
+            done = self._store.resize(group, self.target(group), swap)
+        except (RuntimeError, MemoryError) as error:  # no memory for the new pool: later, perhaps
+            logger.info("memory pressure: a pool stays as it is: %s", error)
+            return False
         self.resizes += done
         return done
 

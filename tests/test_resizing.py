@@ -207,6 +207,25 @@ async def test_after_a_while_the_other_layers_wait_for_the_next_forward(
         assert sorted(engine.statistics().slots) == [16] * 3 + [32] * 9
 
 
+async def test_an_engine_without_memory_for_a_new_pool_goes_on(
+    demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(record: Any, slots: int) -> SlotPool:
+        raise RuntimeError("out of memory")
+
+    async with await Engine.open(demo, slots=16, pressure="off") as engine:
+        before = await engine.generate("Hello", max_tokens=4)
+        monkeypatch.setattr(store_module, "SlotPool", refuse)
+        press(engine, 0.5)
+        settle(engine)
+        assert (await engine.generate("Hello", max_tokens=4)).tokens == before.tokens
+        assert engine.statistics().slots == (16,) * 12
+        monkeypatch.undo()
+        await engine.generate("Hello", max_tokens=14, ignore_eos=True)
+        assert engine.statistics().slots == (8,) * 12
+        engine.check_integrity(idle=True)
+
+
 async def test_other_words_for_pressure_are_refused(demo: Path) -> None:
     with pytest.raises(InvalidRequest, match="pressure"):
         await Engine.open(demo, pressure="on")  # type: ignore[arg-type]
