@@ -407,6 +407,8 @@ class ExpertStream:
             while waiting or ahead is not None:
                 self.step.check()
                 wave, ahead = ahead or self._ask(switch, waiting, size), None
+                # A guess may have taken a slot just before; it leaves room for a token's experts.
+                wave = wave or self._ask(switch, waiting, size)
                 if wave is None:
                     raise IntegrityError(f"layer {switch.layer} has no room for a wave")
                 ahead = self._ask(switch, waiting, size)
@@ -421,8 +423,10 @@ class ExpertStream:
                 order.append(pairs)
         finally:
             for asked in (wave, ahead):
-                if asked is not None:
+                if asked is not None:  # an error: nothing is being read once it is told
                     self._pins.append((switch.group, asked.got.slots))
+                    for future in asked.got.futures:
+                        future.exception()
         inverse = np.argsort(np.concatenate(order)).astype(np.uint32)
         return mx.concatenate(outputs)[mx.array(inverse)].reshape(*shape, -1)
 
