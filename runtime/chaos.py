@@ -116,6 +116,7 @@ async def try_faults(
             model,
             slots=slots,
             context=CHAOS_CONTEXT,
+            max_running=1,  # in turn, so that it is known whose read the fault meets
             checksum=(Path(model) / MANIFEST).is_file(),
             read_timeout=READ_TIMEOUT,
         ) as engine:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -75,6 +76,7 @@ class Row:
         self._sampling = request.sampling
         self._tokens: list[int] = []  # of prompt and answer
         self._computed = 0  # of these, in the cache
+        self._told = -1  # of the prompt, as progress
         self._sampler: Sampler | None = None
         self._text: _Text | None = None
         self._most = 0
@@ -163,13 +165,16 @@ class Row:
         whole = max(LOGITS_BYTES // (4 * loaded.vocabulary), 1)
         limit = min(loaded.chunk_tokens(len(self._tokens)), most)
         stream = loaded.stream
+        last = self.left <= min(limit, whole)
+        size = self.left if last else min(limit, self.left - 1)
+        if self.request.progress is not None:
+            self._tell(0)
+            stream.step.passed = partial(self._tell_layer, size, stream.layers)
         stream.begin_forward()
-        if self.left <= min(limit, whole):
-            size = self.left
+        if last:
             logits: mx.array = loaded.model(self._piece(size), cache=self.cache)
             self._computed += size
             return logits[:, -1, :]
-        size = min(limit, self.left - 1)
         begun = time.perf_counter()
         loaded.model(self._piece(size), cache=self.cache)
         states = [state for _, state in tree_flatten([entry.state for entry in self.cache])]
@@ -177,6 +182,17 @@ class Row:
         tracer.prompt(self.number, size, begun, time.perf_counter())
         self._computed += size
         return None
+
+    def _tell(self, more: int) -> None:
+        """Say how much of the prompt is computed; nothing while some of it is computed anew."""
+        computed = min(self._computed + more, self.prompt_tokens)
+        if computed > self._told:
+            self._told = computed
+            self.request.tell(computed, self.prompt_tokens)
+
+    def _tell_layer(self, size: int, layers: int, group: int) -> None:
+        """The same within a chunk, which may take long: each layer counts as a part of it."""
+        self._tell(size * group // layers)
 
     def _piece(self, size: int) -> mx.array:
         return mx.array([self._tokens[self._computed : self._computed + size]], mx.uint32)
@@ -192,7 +208,9 @@ class Row:
         """Note a token and hand it out; says whether it was the last one, and why."""
         text = self._text
         assert text is not None
-        self._first = self._first or time.perf_counter()
+        if not self._first:
+            self._first = time.perf_counter()
+            self._tell(self.prompt_tokens)
         # The token before is in the cache now, this one is not.
         self._computed = len(self._tokens)
         self._tokens.append(chosen.token)

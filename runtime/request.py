@@ -6,6 +6,8 @@ import asyncio
 import itertools
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 
@@ -40,6 +42,9 @@ class Failed:
 
 Message = Chunk | Generation | Failed
 
+PromptProgress = Callable[[int, int], None]
+"""Gets how many tokens of a prompt have been computed, and how many there are."""
+
 
 class Request:
     """A request and its way back to the caller.
@@ -54,6 +59,7 @@ class Request:
         chunks: whether each token is to be posted.
         priority: larger ones go first among those that wait.
         timeout: seconds from now in which it has to end; None for no limit.
+        progress: called on the caller's loop with (prompt tokens computed, prompt tokens).
     """
 
     def __init__(
@@ -64,6 +70,7 @@ class Request:
         chunks: bool,
         priority: int = 0,
         timeout: float | None = None,
+        progress: PromptProgress | None = None,
     ) -> None:
         self.number = next(_numbers)
         self.prompt = prompt
@@ -71,6 +78,7 @@ class Request:
         self.chunks = chunks
         self.priority = priority
         self.timeout = timeout
+        self.progress = progress
         self.created = time.perf_counter()
         self.state = State.WAITING
         self._cancelled = threading.Event()
@@ -118,6 +126,12 @@ class Request:
     def given_up(self) -> bool:
         """Whether nothing more is to be computed for it."""
         return self._cancelled.is_set() or self.expired or self._loop.is_closed()
+
+    def tell(self, computed: int, tokens: int) -> None:
+        """Say how far the prompt is."""
+        if self.progress is not None:
+            with suppress(RuntimeError):  # the caller's loop is closed
+                self._loop.call_soon_threadsafe(self.progress, computed, tokens)
 
     def post(self, message: Message) -> None:
         """Send to the caller; a caller whose loop is gone has given the request up."""

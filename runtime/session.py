@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from .terminal import (
     Terminated,
     interrupts_held,
     note,
+    patient,
     progress_bar,
     run_until_signal,
     show_error,
@@ -80,10 +81,14 @@ async def follow(
 ) -> Generation:
     """Generate one answer, showing each token as it comes."""
     result: Generation | None = None
-    async with aclosing(engine.stream(prompt, **sampling)) as chunks:
-        async for chunk in chunks:
-            show(chunk)
-            result = chunk.result
+    with ExitStack() as bar:
+        report = bar.enter_context(progress_bar("reading the prompt", late=True))
+        progress = None if report is None else patient(report)
+        async with aclosing(engine.stream(prompt, progress=progress, **sampling)) as chunks:
+            async for chunk in chunks:
+                bar.close()  # it would write over the text
+                show(chunk)
+                result = chunk.result
     assert result is not None  # the last chunk of an answer has it
     return result
 

@@ -72,11 +72,13 @@ class Step:
         owner: request id; one that no request has for several, whose reads nobody may purge.
         check: raises when nobody wants the forward any more; called at each layer.
         counters: of the request, or of the forward.
+        passed: called with the index of each streamed layer that is reached.
     """
 
     owner: int = -1
     check: Check = _no_check
     counters: StepCounters = field(default_factory=StepCounters)
+    passed: Callable[[int], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,11 @@ class ExpertStream:
         self.log = DecodeLog(len(widths))
         self.at_rest: Callable[[], None] | None = None
         """Called before each forward, when nothing reads the pools; may replace them."""
+
+    @property
+    def layers(self) -> int:
+        """How many layers are streamed."""
+        return len(self._tables)
 
     # -- called by the generation loop --------------------------------------------------------
 
@@ -204,6 +211,8 @@ class ExpertStream:
     def run(self, switch: StreamingSwitch, x: mx.array, indices: mx.array) -> mx.array:
         """Run the routed experts of one layer call; see ``StreamingSwitch``."""
         self.step.check()
+        if self.step.passed is not None:
+            self.step.passed(switch.group)
         ahead = self._ahead
         ranks = ahead.build(switch.group) if ahead is not None else []
         before = time.perf_counter()

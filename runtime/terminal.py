@@ -10,6 +10,7 @@ import json
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -87,6 +88,20 @@ def progress_bar(title: str, *, sizes: bool = False, late: bool = False) -> Iter
         yield report
     finally:
         bar.stop()
+
+
+def patient(report: Report, seconds: float = 1.0) -> Report:
+    """A report that is passed on once the work has taken so long: short ones would flicker."""
+    begun: float | None = None
+
+    def pass_on(done: int, total: int) -> None:
+        nonlocal begun
+        now = time.monotonic()
+        begun = now if begun is None else begun
+        if now - begun >= seconds and done < total:
+            report(done, total)
+
+    return pass_on
 
 
 def show_error(error: Exception, *, debug: bool) -> None:

@@ -6,7 +6,10 @@ slots: one computes its callers together, the other takes them in turn (``max_ru
 alternate, round by round; end tokens are ignored and counts fixed.
 
     python scripts/bench_batch.py [--record-mb 0.5] [--slots 32] [--callers 1 2 4 8 16]
-                                  [--tokens 20] [--rounds 2] [--same] [--csv FILE]
+                                  [--tokens 20] [--rounds 2] [--texts KIND] [--csv FILE]
+
+Texts: "different", "seeds" (one text that goes on at random, another way for each caller), "equal"
+(greedy answers to one prompt).
 
 Per number of callers and arm: tokens per second of all callers (median over rounds, lowest and
 highest), MB read and distinct experts demanded per token, waves, the longest gap between two tokens
@@ -69,11 +72,11 @@ class Run:
     gap: float
 
 
-async def ask(engine: Engine, number: int, tokens: int, same: bool) -> float:
+async def ask(engine: Engine, number: int, tokens: int, texts: str) -> float:
     """Stream one answer; returns its longest gap between two tokens."""
     last, gap = 0.0, 0.0
-    prompt = OPENINGS[0 if same else number % len(OPENINGS)]
-    chance: Any = {"temperature": 0.8, "seed": number} if same else {}
+    prompt = OPENINGS[number % len(OPENINGS) if texts == "different" else 0]
+    chance: Any = {"temperature": 0.8, "seed": number} if texts == "seeds" else {}
     async for _ in engine.stream(prompt, max_tokens=tokens, ignore_eos=True, **chance):
         now = time.perf_counter()
         gap = max(gap, now - last) if last else 0.0
@@ -81,10 +84,10 @@ async def ask(engine: Engine, number: int, tokens: int, same: bool) -> float:
     return gap
 
 
-async def once(engine: Engine, callers: int, tokens: int, same: bool) -> Run:
+async def once(engine: Engine, callers: int, tokens: int, texts: str) -> Run:
     """All callers at once, until the last one has its answer."""
     before, started = engine.statistics(), time.perf_counter()
-    gaps = await asyncio.gather(*[ask(engine, n, tokens, same) for n in range(callers)])
+    gaps = await asyncio.gather(*[ask(engine, n, tokens, texts) for n in range(callers)])
     seconds, after = time.perf_counter() - started, engine.statistics()
     count = callers * tokens
     experts = after.hits + after.misses - before.hits - before.misses
@@ -98,7 +101,7 @@ async def once(engine: Engine, callers: int, tokens: int, same: bool) -> Run:
 
 
 async def measure(
-    model: Path, slots: int, callers: Sequence[int], tokens: int, rounds: int, same: bool
+    model: Path, slots: int, callers: Sequence[int], tokens: int, rounds: int, texts: str
 ) -> dict[tuple[int, str], list[Run]]:
     """Every number of callers with both arms."""
     runs: dict[tuple[int, str], list[Run]] = {}
@@ -109,11 +112,11 @@ async def measure(
             engines[arm] = await stack.enter_async_context(engine)
             figures = engine.statistics()
             print(f"{arm}: {figures.most_running} rows {figures.batch_limit}", file=sys.stderr)
-            await once(engine, 2, 8, same)
+            await once(engine, 2, 8, texts)
         for turn in range(rounds):
             for count in callers:
                 for arm in list(ARMS) if turn % 2 else list(reversed(ARMS)):
-                    run = await once(engines[arm], count, tokens, same)
+                    run = await once(engines[arm], count, tokens, texts)
                     runs.setdefault((count, arm), []).append(run)
     return runs
 
@@ -150,14 +153,14 @@ def main() -> None:
     parser.add_argument("--callers", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--tokens", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--same", action="store_true", help="one text, other random numbers")
+    parser.add_argument("--texts", choices=["different", "seeds", "equal"], default="different")
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         pad_records(Path(folder), int(arguments.record_mb * 1e6))
         given = arguments
         runs = asyncio.run(
-            measure(demo, given.slots, given.callers, given.tokens, given.rounds, given.same)
+            measure(demo, given.slots, given.callers, given.tokens, given.rounds, given.texts)
         )
     rows = summarize(runs)
     for row in rows:

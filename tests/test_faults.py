@@ -81,7 +81,9 @@ async def check_faults(
 ) -> None:
     """A fault at each of these reads of a request fails that one alone, and not the next."""
     expected = await undisturbed(model)
-    async with opened(model, drive, checksum=kind == "corrupt", **settings) as engine:
+    # In turn, so that it is known whose read the fault meets.
+    settings = {"max_running": 1, "checksum": kind == "corrupt", **settings}
+    async with opened(model, drive, **settings) as engine:
         for place in places:
             happened = len(drive.happened)
             drive.plan(kind, place)

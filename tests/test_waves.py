@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -112,3 +113,27 @@ async def test_a_read_that_fails_in_a_wave_leaves_an_engine_that_works(
         after = await engine.generate(prompt, max_tokens=4, ignore_eos=True)
         engine.check_integrity(idle=True)
     assert after.tokens == before.tokens
+
+
+@pytest.mark.one_loop
+@pytest.mark.parametrize("slots", [4, 16])
+async def test_how_far_a_prompt_is(model: Path, slots: int) -> None:
+    """Told on the caller's loop, layer by layer, from nothing to all, and never backwards."""
+    told: list[tuple[int, int]] = []
+    threads: set[int] = set()
+
+    def progress(done: int, total: int) -> None:
+        told.append((done, total))
+        threads.add(threading.get_ident())
+
+    async with await Engine.open(model, slots=slots) as engine:
+        await engine.generate(make_prompt(300), max_tokens=2, ignore_eos=True, progress=progress)
+        streamed = slots < 16
+        assert [total for _, total in told] == [300] * len(told)
+        done = [done for done, _ in told]
+        assert (done[0], done[-1]) == (0, 300)
+        assert done == sorted(set(done))
+        assert len(done) > 2 or not streamed
+        assert threads == {threading.get_ident()}
+        with pytest.raises(MoestreamError, match="progress"):
+            await engine.generate("x", progress=3)  # type: ignore[arg-type]
