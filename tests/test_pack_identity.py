@@ -48,8 +48,8 @@ QUICK = (
 
 def architectures() -> list[Any]:
     names = [name for name in zoo.ARCHITECTURES if name not in zoo.EXCEPTIONS]
-    slow = pytest.mark.slow
-    return [name if name in QUICK else pytest.param(name, marks=slow) for name in names]
+    rest = [pytest.mark.slow, pytest.mark.exhaustive]
+    return [name if name in QUICK else pytest.param(name, marks=rest) for name in names]
 
 
 def manifest_of(store: Path) -> Manifest:

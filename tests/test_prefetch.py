@@ -64,6 +64,7 @@ async def test_bits_are_unchanged(name: str, demo: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.one_loop
 @pytest.mark.parametrize("name", [n for n in zoo.ARCHITECTURES if n not in zoo.EXCEPTIONS])
 async def test_bits_are_unchanged_in_every_architecture(name: str, tmp_path: Path) -> None:
