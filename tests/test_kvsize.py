@@ -32,7 +32,7 @@ QUICK = (
 
 def _architectures() -> list[Any]:
     names = [name for name in zoo.ARCHITECTURES if name not in zoo.EXCEPTIONS]
-    slow = pytest.mark.slow
+    slow = [pytest.mark.slow, pytest.mark.exhaustive]
     return [name if name in QUICK else pytest.param(name, marks=slow) for name in names]
 
 

@@ -257,6 +257,7 @@ asyncio.run(main())
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_process_becomes_smaller(tmp_path: Path) -> None:
     from scripts.make_checkpoint import Shape, make_checkpoint
 

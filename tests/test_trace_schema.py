@@ -66,6 +66,7 @@ async def test_a_trace_with_guesses_is_valid(demo: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.one_loop
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ahead", [False, True])
