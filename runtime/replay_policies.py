@@ -189,7 +189,9 @@ class LayerCache:
                     self.ready.add(expert)
                     unbooked.discard(expert)
         for _ in range(self.slots, held):
-            self._evict(self._victim(waves) if self.ready.difference(waves) else self._victim(()))
+            # A small wave leaves experts of earlier calls alone, so the bound may keep them, too.
+            others = not bound and self.ready.difference(waves)
+            self._evict(self._victim(waves if others else ()))
 
     def _victim(self, wave: Sequence[int]) -> int:
         kept = set(wave)

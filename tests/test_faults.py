@@ -40,7 +40,7 @@ async def opened(model: Path, drive: FaultyDrive, **settings: Any) -> AsyncItera
         try:
             yield engine
             drive.answer()
-            await until(lambda: not quarantined(engine))
+            await until(lambda: not quarantined(engine) and not engine._core.loop._reads)
             engine.check_integrity(idle=True)
         finally:
             drive.forget()
