@@ -1,8 +1,9 @@
 """Runs requests together on the compute thread: who joins, who leaves, one forward for all.
 
-A round is: those that were given up leave, one chunk of one prompt, one token of every running
-request. While there are such, the chunk has ``prefill_chunk`` tokens at most. So a stream never
-waits longer for its next token than one such chunk and one forward take.
+A round is: those that were given up leave, chunks of prompts, one token of every running request.
+While there are such, the chunks have ``prefill_chunk`` tokens together at most. So a stream never
+waits longer for its next token than these and one forward take. Short prompts that wait together
+are computed in one round: then their answers run in step, and equal ones share every expert.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .drawing import Drawn
 from .errors import EngineClosed, EngineDead, GenerationFailed, RequestTimeout
 from .generation import Row
 from .request import Cancelled, Failed, Message, Request, State
-from .scheduling import Entrance
+from .scheduling import SHORT_PROMPT, Entrance
 from .streaming import Step, StepCounters
 from .totals import Totals, share
 
@@ -46,6 +47,7 @@ class Scheduler:
         self._waiting: list[Row] = []  # in the order of their turns
         self._filling: Row | None = None  # whose prompt is being computed
         self._batch = Batch()  # whose prompts are done
+        self._room = 0  # tokens of prompts that may still come before the next ones of streams
         self._failures = 0  # forwards of several requests that have failed in a row
 
     @property
@@ -67,8 +69,14 @@ class Scheduler:
         """One round; whether requests are left."""
         try:
             self._reap(core)
+            limits, alone = core.loaded.limits, not self._batch.rows
+            if alone:
+                self._room = limits.prefill_chunk
             self._prefill(core)
-            self._decode(core)
+            # Who came while the first prompt was computed is heard before its second token.
+            if not (alone and self._batch.rows and limits.rows > 1):
+                self._decode(core)
+                self._room = limits.prefill_chunk
         except _Stopped:
             self.abort(EngineClosed)
         return bool(self._waiting or self._running)
@@ -150,14 +158,24 @@ class Scheduler:
     # -- prompts ------------------------------------------------------------------------------
 
     def _prefill(self, core: Core) -> None:
-        """Compute a chunk of a prompt: as much as running requests can wait for."""
+        """Compute chunks of prompts: as much as running requests can wait for."""
         if self._joinable(core) and any(row.pending is not None for row in self._batch.rows):
             self._decode(core)  # a token whose forward has begun comes before company
-        if self._filling is None:
-            self._admit(core)
-        if self._filling is not None:
-            chunk = core.loaded.limits.prefill_chunk if self._batch.rows else self._filling.left
-            self._fill(core, self._filling, chunk)
+        while self._room > 0:
+            if self._filling is None:
+                self._admit(core)
+            row = self._filling
+            if row is None:
+                return
+            if not self._batch.rows:  # nobody waits: one chunk as large as it likes
+                self._fill(core, row, row.left)
+                if self._filling is not None:
+                    return
+            else:
+                left = row.left
+                self._fill(core, row, self._room)
+                self._room -= max(left - row.left, SHORT_PROMPT)
+            self._reap(core)
 
     def _joinable(self, core: Core) -> bool:
         """Whether somebody may want to join those who run."""

@@ -20,6 +20,10 @@ DEFAULT_PREFILL_CHUNK = 512
 """Prompt tokens computed between two tokens of running requests at most. A chunk of a streamed
 model reads nearly every expert, however short it is: shorter ones cost more than they save."""
 
+SHORT_PROMPT = 64
+"""Tokens that a prompt counts as at least, since a few read nearly as much as these (eight prompts
+of any length take a whole ``DEFAULT_PREFILL_CHUNK``)."""
+
 MOST_WAVES = 3
 """Waves that a forward of rows without common experts may take. Rows share experts, and a second
 wave costs little beside the reads that it saves: 8 rows on slots for 2.7 gave 55 tokens/s where one

@@ -236,6 +236,55 @@ async def test_a_long_prompt_lets_streams_go_on(demo: Path) -> None:
             assert ("token", own, 1) in between
 
 
+class Hold:
+    """A job that keeps the compute thread until a test lets it go on."""
+
+    def __init__(self) -> None:
+        self.gate = Gate()
+
+    def run(self, core: Any) -> None:
+        self.gate()
+
+    def abort(self, error: BaseException) -> None:
+        self.gate.open()
+
+
+async def arrive_together(engine: Engine, asked: Asked) -> list[Generation]:
+    """All requests have arrived before the first is looked at."""
+    hold = Hold()
+    engine._thread.submit(hold)
+    tasks = [asyncio.create_task(engine.generate(prompt, **rest)) for prompt, rest in asked]
+    while engine._thread.waiting < len(asked):
+        await asyncio.sleep(0)
+    hold.gate.open()
+    return await asyncio.gather(*tasks)
+
+
+async def test_equal_requests_run_in_step(engine: Engine) -> None:
+    asked: Asked = [(PROMPTS[1], {"max_tokens": 6, "ignore_eos": True})] * 8
+    seen = widths(engine)
+    before = engine.statistics()
+    answers = await arrive_together(engine, asked)
+    assert seen == [1] * 8 + [8] * 5
+    together = engine.statistics()
+    del seen[:]
+    assert [one.tokens for one in await in_turn(engine, asked)] == [one.tokens for one in answers]
+    after = engine.statistics()
+    # Decoding needs the experts of one request for all eight; prompts are asked for one by one.
+    demanded = [one.hits + one.misses for one in (before, together, after)]
+    saved = (demanded[2] - demanded[1]) - (demanded[1] - demanded[0])
+    assert saved == 7 * 5 * 12 * 6  # others, forwards, layers, experts of a token
+
+
+async def test_short_prompts_wait_for_tokens_of_streams(demo: Path) -> None:
+    async with await Engine.open(demo, slots=48, prefill_chunk=128) as engine:
+        asked: Asked = [(PROMPTS[2], {"max_tokens": 4, "ignore_eos": True})] * 5
+        seen = widths(engine)
+        await arrive_together(engine, asked)
+        # The first by itself, then two (64 tokens each by decree) between two tokens.
+        assert seen == [1, 1, 1, 3, 1, 1, 5, 5, 2]
+
+
 async def test_priority_goes_first_and_then_arrival(demo: Path) -> None:
     async with await Engine.open(demo, slots=16, max_running=1) as engine:
         stream = engine.stream(PROMPTS[0], max_tokens=900, ignore_eos=True)
@@ -336,7 +385,8 @@ async def test_one_leaves_and_the_others_do_not_notice(engine: Engine) -> None:
         tokens = []
         async for chunk in engine.stream(asked[number][0], **asked[number][1]):
             tokens.append(chunk.token)
-            begun.add(number)
+            if len(tokens) == 3:  # two of them by forwards for all
+                begun.add(number)
             if len(begun) == len(asked):
                 all_run.set()
         return tokens
