@@ -16,8 +16,8 @@ Floats = npt.NDArray[np.float32]
 Signs = npt.NDArray[np.int8]
 
 FLOOR = 6.0
-"""Logit of the last routed expert; all others have 0. Gates rounded to bf16 are off by 0.04 at
-most, to 8 bits by 0.2, to 4 bits by 4 (both in groups of 64)."""
+"""Logit of the last routed expert; all others have 0. On 2048 steps of the real shapes gates
+rounded to bf16 gave logits that were off by 0.06 at most, to 8 bits by 0.08, to 4 bits by 1.2."""
 
 GAP = 0.25
 """Least distance between the logits of two ranks: bf16 has steps of 0.06 between 8 and 16."""
