@@ -1,0 +1,1 @@
+"""Synthetic checkpoints of real sizes whose weights carry recorded routing."""
