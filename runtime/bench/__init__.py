@@ -1,0 +1,1 @@
+"""`moestream bench`: arms side by side, rows in a ledger, pictures of them."""
