@@ -123,7 +123,9 @@ def run(
     ] = 1800.0,
     device: Annotated[
         Literal["cpu", "gpu"] | None,
-        typer.Option(help="What MLX computes on; its own choice unless given.", rich_help_panel=_HOW),
+        typer.Option(
+            help="What MLX computes on; its own choice unless given.", rich_help_panel=_HOW
+        ),
     ] = None,
     csv: Annotated[
         Path | None,
@@ -152,6 +154,7 @@ def run(
 
         from .bench.rivals import parse_rival
         from .bench.runner import Bench
+        from .core import DEFAULT_LANES
 
     given = {
         "slots": slots,
@@ -162,7 +165,9 @@ def run(
         "callers": callers,
     }
     chosen = _suite(suite, given) if suite is not None else None
-    cells = list(chosen.cells) if chosen is not None else _cells(given, cache, arms, tokens, repeats)
+    cells = (
+        list(chosen.cells) if chosen is not None else _cells(given, cache, arms, tokens, repeats)
+    )
     if device is not None:
         mx.set_default_device(mx.Device(mx.cpu if device == "cpu" else mx.gpu, 0))
     bench = Bench(
@@ -174,8 +179,10 @@ def run(
         rivals=tuple(parse_rival(text) for text in rival or ()),
         rival_seconds=rival_timeout,
         trace_dir=trace_dir,
-        **({} if lanes is None else {"lanes": lanes}),
+        lanes=DEFAULT_LANES if lanes is None else lanes,
     )
+    if trace_dir is not None:
+        trace_dir.mkdir(parents=True, exist_ok=True)
     _measure(bench, _default_csv() if csv is None else csv, json_output)
 
 
@@ -213,9 +220,7 @@ def plot(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="Rows that `moestream bench` has written.")
     ],
-    out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Where to write the pictures.")
-    ] = Path(),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write the pictures.")] = Path(),
     json_output: options.Json = False,
     debug: options.Debug = False,
 ) -> None:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import cli_options as options
 from . import bench_cli, pack_cli, serve_cli, trace_cli
+from . import cli_options as options
 from .errors import BudgetTooSmall
 from .policies import DEFAULT_POLICY
 from .terminal import Terminated, note, print_json, raise_terminated, show_error

@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from moestream import Engine
 from moestream.runtime.assembly import draw_blueprint
+from moestream.runtime.bench.padding import pad_records
 from moestream.runtime.forecast import Costs, Curve, forecast, stack_curve
 from moestream.runtime.profile import ENOUGH_TOKENS, DecodeLog, TokenCost, make_profile
 from moestream.runtime.sizes import LayerSize

@@ -192,7 +192,9 @@ def parse_suite(name: str, text: str, path: Path) -> Suite:
     suite = Suite(
         name,
         head.take("title", _text, ""),
-        tuple(cell for number, entry in enumerate(tables, 1) for cell in _cells(entry, path, number)),
+        tuple(
+            cell for number, entry in enumerate(tables, 1) for cell in _cells(entry, path, number)
+        ),
         head.take("model", _text, None),
         head.take("record_mb", _positive, None),
     )
@@ -305,7 +307,9 @@ def _one_of(allowed: Sequence[str]) -> Callable[[Any], str]:
 
 
 def _list_of(check: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
-    return lambda value: tuple(check(one) for one in (value if isinstance(value, list) else [value]))
+    return lambda value: tuple(
+        check(one) for one in (value if isinstance(value, list) else [value])
+    )
 
 
 BUDGET_CHECKS: Mapping[str, Callable[[Any], Any]] = {

@@ -158,7 +158,7 @@ def _samples(value: Mapping[str, Any], repeats: int) -> list[Sample]:
         column = list(given) if isinstance(given, list) else [given] * repeats
         needed = name in ("tokens", "seconds")
         numbers = all(
-            isinstance(one, int | float) and not isinstance(one, bool) and one >= 0
+            (isinstance(one, int | float) and not isinstance(one, bool) and one >= 0)
             or (one is None and not needed)
             for one in column
         )

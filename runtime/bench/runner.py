@@ -195,9 +195,7 @@ class _Group:
         common = plan.kv_bytes + plan.scratch_bytes
         engine = plan.total_bytes - plan.process_bytes
         resident = self._model.resident_bytes + common
-        return {
-            arm: resident if arm == RESIDENT else engine for arm in ARM_ORDER if arm in arms
-        }
+        return {arm: resident if arm == RESIDENT else engine for arm in ARM_ORDER if arm in arms}
 
     def _budget(self, plan: Plan) -> int:
         """What the experts that are held take on disk."""
@@ -320,7 +318,9 @@ class _Group:
         if cell.kind == "callers":
             result = Missing("skipped", "the protocol is about one caller")
         elif self._bench.conditions:
-            result = Missing("skipped", f"only engines of this process see {self._bench.conditions}")
+            result = Missing(
+                "skipped", f"only engines of this process see {self._bench.conditions}"
+            )
         else:
             try:
                 result, note = await self._ask(cell, rival)
@@ -379,7 +379,6 @@ class _Group:
 
     async def _write_traces(self, folder: Path) -> None:
         """The first repetition of each cell again, by engines that write traces, uncounted."""
-        folder.mkdir(parents=True, exist_ok=True)
         for number, cell in self._numbered():
             for arm in cell.arms:
                 if arm in PREFETCH:

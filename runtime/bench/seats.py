@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -64,7 +63,6 @@ class Seats:
         arms: names.
         arguments: of ``Engine.open``.
         throttle: bytes per second that the drive gives at most.
-        widen: whether mlx-lm computes in float32.
     """
 
     def __init__(
@@ -74,13 +72,11 @@ class Seats:
         arguments: Mapping[str, Any],
         *,
         throttle: float | None,
-        trace: Path | None = None,
     ) -> None:
         self._model = model
         self._arms = arms
         self._arguments = dict(arguments)
         self._throttle = throttle
-        self._trace = trace
         self._open: dict[str, Arm] = {}
         self.problems: dict[str, Exception] = {}
         """Why arms could not be opened."""
@@ -123,7 +119,8 @@ class Seats:
             del self._open[name]
             await arm.aclose()
         if name == RESIDENT:
-            arm = ResidentArm(self._model.directory, widen=mx.default_device() == mx.cpu)
+            widen = mx.default_device() == mx.cpu
+            arm = await ResidentArm.open(self._model.directory, widen=widen)
         else:
             arm = await EngineArm.open(
                 self._model.directory,

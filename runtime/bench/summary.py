@@ -64,7 +64,9 @@ def fill(row: Row, samples: Sequence[Sample], reference: Reference) -> Row:
     nbytes = bytes_per_token(samples)
     hits, misses = sum(s.hits for s in samples), sum(s.misses for s in samples)
     if hits + misses:
-        row = replace(row, routed_per_token=(hits + misses) / total, hit_rate=hits / (hits + misses))
+        row = replace(
+            row, routed_per_token=(hits + misses) / total, hit_rate=hits / (hits + misses)
+        )
     if nbytes is not None:
         wasted = sum(sample.wasted for sample in samples) / total
         row = replace(row, bytes_per_token=nbytes, waste=wasted / nbytes if nbytes else 0.0)
@@ -81,9 +83,7 @@ def _compare(
     off, bandwidth = reference.off, reference.bandwidth
     if off is not None and len(off) == len(samples):
         ratio = speedups([sample.seconds / sample.tokens for sample in off], times)
-        row = replace(
-            row, speedup=ratio.median, speedup_low=ratio.low, speedup_high=ratio.high
-        )
+        row = replace(row, speedup=ratio.median, speedup_low=ratio.low, speedup_high=ratio.high)
     if nbytes is None or bandwidth is None:
         return row
     taken = median(times)
