@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -58,7 +59,7 @@ def run(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="quick, cpu, gpu, or a file.toml like theirs; instead of the options below.",
+            help="quick, cpu, gpu, or a file.toml like theirs; instead of the options of this box.",
             rich_help_panel=_CELLS,
         ),
     ] = None,
@@ -66,13 +67,13 @@ def run(
     share: Annotated[str | None, _listed("X,X", "Share of each layer's experts to hold.")] = None,
     memory: Annotated[str | None, _listed("SIZE,SIZE", "Memory of each engine's process.")] = None,
     cache: Annotated[
-        str,
-        _listed("cold,warm", "Reads from the drive, or from the page cache."),
-    ] = "cold",
+        str | None,
+        _listed("cold,warm", "Reads from the drive (cold) unless given, or from the page cache."),
+    ] = None,
     arms: Annotated[
-        str,
-        _listed("NAME,NAME", "Of resident (mlx-lm), off (on demand), fifo, ours."),
-    ] = "resident,off,fifo,ours",
+        str | None,
+        _listed("NAME,NAME", "Of resident (mlx-lm), off (on demand), fifo, ours; else all."),
+    ] = None,
     context: Annotated[
         str | None,
         _listed("N,N", "Tokens of the prompts behind which decoding is timed; 128 unless given."),
@@ -80,11 +81,21 @@ def run(
     prefill: Annotated[str | None, _listed("N,N", "Tokens of prompts to be timed.")] = None,
     callers: Annotated[str | None, _listed("N,N", "Requests at once.")] = None,
     tokens: Annotated[
-        int, typer.Option(min=1, help="Decoded by each request.", rich_help_panel=_HOW)
-    ] = 48,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Decoded by each request; 48 or as the suite says.",
+            rich_help_panel=_HOW,
+        ),
+    ] = None,
     repeats: Annotated[
-        int, typer.Option(min=1, help="Repetitions of each arm.", rich_help_panel=_HOW)
-    ] = 5,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Repetitions of each arm; 5 or as the suite says.",
+            rich_help_panel=_HOW,
+        ),
+    ] = None,
     record_mb: Annotated[
         float | None,
         typer.Option(
@@ -163,16 +174,16 @@ def run(
         "context": context,
         "prefill": prefill,
         "callers": callers,
+        "cache": cache,
+        "arms": arms,
     }
     chosen = _suite(suite, given) if suite is not None else None
-    cells = (
-        list(chosen.cells) if chosen is not None else _cells(given, cache, arms, tokens, repeats)
-    )
+    cells = _cells(given) if chosen is None else chosen.cells
     if device is not None:
         mx.set_default_device(mx.Device(mx.cpu if device == "cpu" else mx.gpu, 0))
     bench = Bench(
         model=_model(model, chosen),
-        cells=tuple(cells),
+        cells=tuple(cell.with_counts(tokens, repeats) for cell in cells),
         suite="" if chosen is None else chosen.name,
         record_mb=record_mb if chosen is None or record_mb is not None else chosen.record_mb,
         throttle=None if throttle is None else _rate(throttle),
@@ -250,9 +261,7 @@ def _suite(name: str, given: dict[str, str | None]) -> Suite:
     return load_suite(name)
 
 
-def _cells(
-    given: dict[str, str | None], cache: str, arms: str, tokens: int, repeats: int
-) -> list[Cell]:
+def _cells(given: dict[str, str | None]) -> Sequence[Cell]:
     from .bench.cells import CACHES, OUR_ARMS, Budget, expand
 
     def listed(name: str, parse: Any, what: str) -> list[Any]:
@@ -271,13 +280,11 @@ def _cells(
         contexts = [128]
     return expand(
         budgets or [Budget(share=0.25)],
-        _list(cache, _one_of(CACHES), " or ".join(CACHES)),
-        _list(arms, _one_of(OUR_ARMS), " or ".join(OUR_ARMS)),
+        listed("cache", _one_of(CACHES), " or ".join(CACHES)) or CACHES[:1],
+        listed("arms", _one_of(OUR_ARMS), ", ".join(OUR_ARMS)) or OUR_ARMS,
         contexts=contexts,
         prefills=prefills,
         callers=callers,
-        tokens=tokens,
-        repeats=repeats,
     )
 
 

@@ -76,11 +76,17 @@ class Cell:
         """Tokens that a request's context has to hold."""
         return self.context + self.tokens + 1
 
+    def with_counts(self, tokens: int | None, repeats: int | None) -> Cell:
+        """The same with other counts, where they are given and apply."""
+        if tokens is None or self.kind == "prefill":
+            tokens = self.tokens
+        return replace(self, tokens=tokens, repeats=repeats or self.repeats)
+
     def __str__(self) -> str:
         what = {
             "decode": f"{self.tokens} tokens behind {self.context}",
             "prefill": f"prompt of {self.context}",
-            "callers": f"{self.callers} callers",
+            "callers": f"{self.callers} at once",
         }[self.kind]
         return f"{self.budget}, {self.cache}, {what}"
 

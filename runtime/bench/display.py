@@ -88,7 +88,7 @@ def _what(row: Row) -> str:
     what = {
         "decode": f"{row.tokens} tokens behind {row.context}",
         "prefill": f"prompt of {row.context}",
-        "callers": f"{row.callers} callers",
+        "callers": f"{row.callers} at once",
     }.get(row.kind, row.kind)
     return f"{held}, {row.cache}, {what}"
 

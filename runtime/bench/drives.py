@@ -71,6 +71,8 @@ def cached_share(paths: Sequence[Path]) -> float | None:
         offset = numbers.randrange(max(path.stat().st_size // PAGE, 1)) * PAGE
         descriptor = os.open(path, os.O_RDONLY)
         try:
+            # Else each question would have the pages around it read.
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
             there += os.preadv(descriptor, [bytearray(PAGE)], offset, os.RWF_NOWAIT) > 0
         except BlockingIOError:  # would have to wait for the drive
             pass
@@ -81,31 +83,26 @@ def cached_share(paths: Sequence[Path]) -> float | None:
     return there / PROBES
 
 
-def drive_bandwidth(
-    records: Sequence[Record], *, lanes: int, throttle: float | None, seconds: float = SECONDS
-) -> float:
+def drive_bandwidth(records: Sequence[Record], *, lanes: int, throttle: float | None) -> float:
     """Bytes per second of the drive, as ``moestream doctor`` measures it, at the size of a record.
 
     Args:
         records: the largest of their files is read.
         lanes: reads in flight at once.
         throttle: bytes per second that the drive gives at most.
-        seconds: for each way of reading.
     """
     path = max(record_files(records), key=lambda path: path.stat().st_size)
     size = min(_read_size(records), path.stat().st_size // PAGE * PAGE)
     depth = max(min(lanes, path.stat().st_size // size), 1)
     preadv = os.preadv if throttle is None else Throttle(throttle)
-    report = measure(path, sizes=(size,), depths=(depth,), seconds_per_cell=seconds, preadv=preadv)
+    report = measure(path, sizes=(size,), depths=(depth,), seconds_per_cell=SECONDS, preadv=preadv)
     modes = {cell.mode: cell.bandwidth for cell in report.cells}
     if not report.cache_dropped and len(modes) > 1:
         del modes["buffered"]  # it shows memory
     return max(modes.values())
 
 
-def cache_bandwidth(
-    records: Sequence[Record], *, lanes: int, throttle: float | None, seconds: float = SECONDS
-) -> float:
+def cache_bandwidth(records: Sequence[Record], *, lanes: int, throttle: float | None) -> float:
     """The same for files that are in the page cache, read through it."""
     path = max(record_files(records), key=lambda path: path.stat().st_size)
     length = path.stat().st_size
@@ -118,7 +115,7 @@ def cache_bandwidth(
             blocks=length // size,
             size=size,
             lanes=lanes,
-            seconds=seconds,
+            seconds=SECONDS,
         )
     finally:
         os.close(descriptor)
