@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from . import bench_cli, pack_cli, serve_cli, trace_cli
 from . import cli_options as options
-from . import pack_cli, serve_cli, trace_cli
 from .errors import BudgetTooSmall
 from .policies import DEFAULT_POLICY
 from .terminal import Terminated, note, print_json, raise_terminated, show_error
@@ -361,6 +361,7 @@ def demo(
 app.command(cls=options.Command)(serve_cli.serve)
 app.command(cls=options.Command)(pack_cli.pack)
 app.add_typer(trace_cli.app, name="trace")
+app.add_typer(bench_cli.app, name="bench")
 
 
 def main() -> None:

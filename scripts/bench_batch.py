@@ -36,9 +36,7 @@ from typing import Any
 import mlx.core as mx
 
 from moestream import Engine
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from scripts.bench_prefetch import pad_records
+from moestream.runtime.bench.padding import pad_records
 
 OPENINGS = (
     "Once upon a time",

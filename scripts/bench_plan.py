@@ -35,10 +35,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from moestream import Engine
 from moestream.runtime.assembly import draw_blueprint
+from moestream.runtime.bench.padding import pad_records
 from moestream.runtime.forecast import Costs, Curve, forecast, stack_curve
 from moestream.runtime.profile import ENOUGH_TOKENS, DecodeLog, TokenCost, make_profile
 from moestream.runtime.sizes import LayerSize
-from scripts.bench_prefetch import QUESTIONS, Run, answer, pad_records
+from scripts.bench_prefetch import QUESTIONS, Run, answer
 
 GOAL = 0.15
 """How far a prediction may be off."""

@@ -17,12 +17,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import csv
-import os
 import platform
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -34,8 +32,7 @@ from typing import Any
 import mlx.core as mx
 
 from moestream import Engine, PrefetchConfig
-from moestream.io.records import PAGE, Component, Record
-from moestream.runtime import core
+from moestream.runtime.bench.padding import Throttle, pad_records
 
 QUESTIONS = (
     "Tell me a story about a cat.",
@@ -51,49 +48,6 @@ ARMS: dict[str, Any] = {
     "ours": PrefetchConfig(),
     "predict": PrefetchConfig(predict_only=True),
 }
-
-
-class Throttle:
-    """A drive of a given bandwidth: each read ends no sooner than its turn is over."""
-
-    def __init__(self, rate: float) -> None:
-        self._rate = rate
-        self._lock = threading.Lock()
-        self._free = 0.0
-
-    def __call__(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        done = os.preadv(descriptor, buffers, offset)
-        with self._lock:
-            self._free = max(self._free, time.perf_counter()) + done / self._rate
-            wait = self._free - time.perf_counter()
-        if wait > 0:
-            time.sleep(wait)
-        return done
-
-
-def pad_records(folder: Path, record_bytes: int) -> None:
-    """From here on engines of this process read records padded to ``record_bytes``."""
-    patched: Any = core  # of this process only
-    original = patched.make_record
-
-    def padded(blueprint: Any, site: Any) -> Record:
-        record: Record = original(blueprint, site)
-        extra = max(record_bytes - record.stored_bytes, 0) // PAGE * PAGE
-        if not extra:
-            return record
-        path = folder / f"layer{record.layer}.bin"
-        if not path.exists() or path.stat().st_size != extra * record.experts:
-            with path.open("wb") as file:
-                for _ in range(record.experts):
-                    file.write(os.urandom(extra))
-        padding = Component("padding", path, 0, extra, (extra,), "U8", "U8")
-        return Record(record.layer, record.experts, (*record.components, padding))
-
-    patched.make_record = padded
-    install = patched.install_parameters
-    patched.install_parameters = lambda module, arrays: install(
-        module, {name: array for name, array in arrays.items() if name != "padding"}
-    )
 
 
 @dataclass
