@@ -20,7 +20,7 @@ from .assembly import Progress
 from .compute import ComputeThread
 from .core import DEFAULT_LANES, Core, Settings, running_core
 from .errors import EngineClosed, InvalidRequest, OpenFailed
-from .plan import Plan
+from .plan import Plan, parse_size
 from .policies import DEFAULT_POLICY, POLICIES, PolicyName
 from .prefetch import OFF, PrefetchConfig
 from .request import PromptProgress, Request, State
@@ -91,6 +91,7 @@ class Engine:
         max_running: int = DEFAULT_RUNNING,
         max_waiting: int = DEFAULT_WAITING,
         prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
+        prompt_cache: int | str | bool | None = None,
     ) -> Engine:
         """Open a model.
 
@@ -128,6 +129,12 @@ class Engine:
             prefill_chunk: prompt tokens computed between two tokens of running requests at most. A
                 stream pauses no longer than that chunk and one forward take; smaller chunks make
                 prompts slower, since each of them reads nearly all experts.
+            prompt_cache: memory for the caches of prompts and answers, so that a prompt that begins
+                like one before computes only the rest: bytes, a text like "512MB", True for as much
+                as one request at full context takes, if that can be spared, or None for none. It
+                has its place in the plan. The rest of a prompt is then computed in other chunks
+                than the whole would be, and sums of another order round otherwise: logits may
+                differ in their last bits. The same prompt again has the same bits.
 
         Raises:
             MoestreamError: one of its subclasses says what is wrong and what would do.
@@ -150,6 +157,7 @@ class Engine:
             max_running,
             max_waiting,
             prefill_chunk,
+            prompt_cache,
         )
         given_up = threading.Event()
 
@@ -384,6 +392,7 @@ def _settings(
     max_running: int,
     max_waiting: int,
     prefill_chunk: int,
+    prompt_cache: int | str | bool | None,
 ) -> Settings:
     slots = None if slots is None else whole("slots", slots, least=1)
     context = None if context is None else whole("context", context, least=1)
@@ -416,7 +425,14 @@ def _settings(
         max_running=whole("max_running", max_running, least=1),
         max_waiting=whole("max_waiting", max_waiting, least=0),
         prefill_chunk=whole("prefill_chunk", prefill_chunk, least=1),
+        prompt_cache=_cache_size(prompt_cache),
     )
+
+
+def _cache_size(value: int | str | bool | None) -> int | Literal[True] | None:
+    if value is None or value is False:
+        return None
+    return True if value is True else parse_size(value, "prompt_cache")
 
 
 def _turn(priority: int, timeout: float | None) -> tuple[int, float | None]:

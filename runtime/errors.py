@@ -15,6 +15,7 @@ _PARTS = {
     "process": "process",
     "trunk": "trunk",
     "kv": "KV cache",
+    "prompt_cache": "prompt cache",
     "scratch": "prompt scratch",
     "cache": "MLX's buffers",
     "staging": "staging",
