@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -37,6 +37,7 @@ from .batching import unbatchable
 from .errors import TraceUnwritable
 from .generation import LoadedModel
 from .hub import resolve_model
+from .identity import model_identity
 from .limits import limits
 from .machine import automatic_budget, process_bytes, return_memory
 from .machine_pressure import find_source
@@ -109,6 +110,7 @@ class Core:
         ahead: predicts and reads ahead, if that is wanted and possible.
         resizer: makes the pools smaller under memory pressure.
         trunk_bytes: parameters held for good.
+        identity: digest of what the content of caches depends on.
         stopping: set when the engine is being closed.
         memory_bytes, peak_memory_bytes: held by MLX when last looked at.
     """
@@ -121,6 +123,7 @@ class Core:
     ahead: ReadAhead | None
     resizer: Resizer
     trunk_bytes: int
+    identity: Callable[[], str]
     stopping: threading.Event = field(default_factory=threading.Event)
     memory_bytes: int = 0
     peak_memory_bytes: int = 0
@@ -349,7 +352,9 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
             limits=bounds,
             kept=kept,
         )
-        core = Core(plan, loaded, store, loop, tracer, ahead, resizer, trunk_bytes)
+        checkpoint = blueprint.checkpoint
+        identity = partial(model_identity, checkpoint.directory, checkpoint.files, blueprint.widen)
+        core = Core(plan, loaded, store, loop, tracer, ahead, resizer, trunk_bytes, identity)
         core.sample_memory()
         del model, blueprint, streamed, prepared
         try:

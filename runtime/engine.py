@@ -6,7 +6,7 @@ import asyncio
 import threading
 import warnings
 import weakref
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +15,7 @@ from typing import Any, Literal, Self, TypedDict, Unpack
 from ..io.errors import MoestreamError
 from ..io.loop import READ_TIMEOUT
 from .api import Chunk, Generation, Statistics
-from .arguments import path_argument, real, show, whole
+from .arguments import cache_path_argument, path_argument, real, show, whole
 from .assembly import Progress
 from .compute import ComputeThread
 from .core import DEFAULT_LANES, Core, Settings, running_core
@@ -23,6 +23,8 @@ from .errors import EngineClosed, InvalidRequest, OpenFailed
 from .plan import Plan, parse_size
 from .policies import DEFAULT_POLICY, POLICIES, PolicyName
 from .prefetch import OFF, PrefetchConfig
+from .prompt_cache import PromptCache
+from .prompt_files import FileJob, load, save
 from .request import PromptProgress, Request, State
 from .resizing import wake_with
 from .sampling import Prompt, Sampling, early_check, freeze_prompt, make_sampling
@@ -304,6 +306,50 @@ class Engine:
             self._core.store.purge(request.number)
         elif request.state is State.WAITING:
             self._scheduler.entrance.leave(request.number)
+
+    # -- prompt cache -------------------------------------------------------------------------
+
+    async def save_prompt_cache(self, path: str | Path) -> int:
+        """Save the prompt cache to a file that ``load_prompt_cache`` reads, also of a later engine.
+
+        An old file is replaced once the new one is complete. With an empty cache nothing is
+        written. Requests wait meanwhile.
+
+        Args:
+            path: must end in ``.safetensors``; the format is mlx-lm's.
+
+        Returns:
+            How many token sequences were saved.
+
+        Raises:
+            InvalidRequest: it is no such path, or the engine was opened without prompt cache.
+            PromptCacheFileError: it cannot be written, or mlx-lm cannot save this model's caches.
+            EngineClosed, EngineDead: the engine takes no requests.
+        """
+        return await self._with_file(path, save)
+
+    async def load_prompt_cache(self, path: str | Path) -> int:
+        """Add what ``save_prompt_cache`` has saved to the prompt cache, as far as there is room.
+
+        Args:
+            path: of the file.
+
+        Returns:
+            How many token sequences there was room for; the newest come first.
+
+        Raises:
+            InvalidRequest: it is no such path, or the engine was opened without prompt cache.
+            PromptCacheFileError: there is no such file, it is damaged, or of another model.
+            EngineClosed, EngineDead: the engine takes no requests.
+        """
+        return await self._with_file(path, load)
+
+    async def _with_file(
+        self, path: str | Path, work: Callable[[Path, PromptCache, str], int]
+    ) -> int:
+        job = FileJob(cache_path_argument("path", path), work)
+        self._thread.submit(job)
+        return await asyncio.wrap_future(job.done)
 
     # -- state --------------------------------------------------------------------------------
 

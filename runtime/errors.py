@@ -149,6 +149,31 @@ class RequestTimeout(MoestreamError):
         self.generation = generation
 
 
+class PromptCacheFileError(MoestreamError):
+    """A file of saved prompts cannot be used, or not be written.
+
+    Args:
+        path: of the file.
+        problem: what is wrong, in one clause.
+        remedy: what the user can do about it, in one clause; "" for nothing.
+        writing: whether it was to be written.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        problem: str,
+        remedy: str = "delete the file to begin with an empty prompt cache, or give another one",
+        *,
+        writing: bool = False,
+    ) -> None:
+        what = "cannot be written" if writing else "cannot be used"
+        end = f"; {remedy}" if remedy else ""
+        super().__init__(f"the prompt cache {path} {what}: {problem}{end}")
+        self.path = path
+        self.problem = problem
+
+
 class EngineClosed(MoestreamError):
     """The engine has been closed."""
 

@@ -173,9 +173,9 @@ def is_divisible(cache: Sequence[Any], length: int) -> bool:
 
 def _divides(part: Any, length: int) -> bool:
     if type(part) is RotatingKVCache:
-        return length <= part.offset < part.max_size
+        return bool(length <= part.offset < part.max_size)
     # A smaller offset counts something else than tokens.
-    return type(part) is KVCache and (part.offset >= length or part.keys is None)
+    return type(part) is KVCache and bool(part.offset >= length or part.keys is None)
 
 
 def _cut(part: Any, length: int) -> None:
