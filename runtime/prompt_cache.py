@@ -19,7 +19,7 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from .kvsize import arrays, nbytes, parts
-from .prompt_index import LEAST_TOKENS, Kept, PromptIndex, as_tokens
+from .prompt_index import LEAST_TOKENS, MOST_SCORES, Kept, PromptIndex, as_tokens
 
 logger = logging.getLogger("moestream")
 
@@ -70,7 +70,7 @@ class PromptCache:
         if match.length < len(match.kept.tokens):
             for part in parts(cache):
                 _cut(part, match.length)
-        logits = match.kept.scores if match.length == len(tokens) else None
+        logits = match.kept.scores[match.length] if match.length == len(tokens) else None
         return Taken(cache, match.length, logits, match.branch)
 
     def offer(
@@ -105,22 +105,22 @@ class PromptCache:
                 self._score(known, length, logits)
                 return True
             copies = [_copy(entry, length) for entry in cache]
-            scores = None if logits is None else mx.contiguous(logits)
-            kept = Kept(wanted, copies, divisible, 0, 0 if scores is None else length, scores)
+            kept = Kept(wanted, copies, divisible, 0)
             useless = self.index.prefixes(wanted) if divisible else []
-            if useless and scores is None:
-                kept.scored, kept.scores = useless[-1].scored, useless[-1].scores
+            kept.scores = {n: logits for one in useless for n, logits in one.scores.items()}
+            if logits is not None:
+                kept.scores[length] = mx.contiguous(logits)
+            for prefix in sorted(kept.scores)[:-MOST_SCORES]:
+                del kept.scores[prefix]
             kept.nbytes = sequence_bytes(kept)
             if kept.nbytes > self.index.limit:
                 return False
-            for older in useless:
-                self.index.remove(older)
+            while useless:
+                self.index.remove(useless.pop())
             self.index.make_room(kept.nbytes)
-            useless.clear()
             for entry in copies:  # one by one, so that little is there twice
                 mx.eval(arrays([entry]))
-            if kept.scores is not None:
-                mx.eval(kept.scores)
+            mx.eval(list(kept.scores.values()))
             self.index.add(kept)
         except (RuntimeError, MemoryError) as error:  # of MLX: no memory
             logger.warning("a prompt is not kept: %s", error)
@@ -143,22 +143,22 @@ class PromptCache:
         return held
 
     def _score(self, kept: Kept, length: int, logits: mx.array | None) -> None:
-        """Note the logits behind a prefix of a known sequence, where it has none."""
-        if logits is None or kept.scored:
+        """Note the logits behind a prefix of a known sequence."""
+        if logits is None or length in kept.scores or len(kept.scores) == MOST_SCORES:
             return
         scores = mx.contiguous(logits)
         if self.index.nbytes + scores.nbytes > self.index.limit:
             return
         mx.eval(scores)
-        kept.scored, kept.scores = length, scores
+        kept.scores[length] = scores
         kept.nbytes += scores.nbytes
         self.index.nbytes += scores.nbytes
 
 
 def sequence_bytes(kept: Kept) -> int:
     """What a sequence takes."""
-    scores = 0 if kept.scores is None else int(kept.scores.nbytes)
-    return int(kept.tokens.nbytes) + nbytes(kept.caches) + scores
+    scores = sum(logits.nbytes for logits in kept.scores.values())
+    return int(kept.tokens.nbytes) + nbytes(kept.caches) + int(scores)
 
 
 def is_divisible(cache: Sequence[Any], length: int) -> bool:

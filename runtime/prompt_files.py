@@ -1,7 +1,7 @@
 """Prompt caches in files: mlx-lm's format, with tokens, model and checksums in its metadata.
 
 A file holds the layers of one kept sequence after those of another. Behind each of them comes one
-more ``ArraysCache`` with the logits at the end of a prompt, or nothing.
+more ``ArraysCache`` with the logits at the ends of prompts.
 """
 
 from __future__ import annotations
@@ -48,15 +48,13 @@ def save(path: Path, kept: PromptCache, model: str) -> int:
     caches: list[Any] = []
     about = []
     for one in sequences:
-        scores = ArraysCache(1)
-        scores[0] = one.scores
-        own = [*one.caches, scores]
+        own = _layers(one)
         for part in parts(own):
             if getattr(mlx_caches, type(part).__name__, None) is not type(part):
                 problem = f"mlx-lm cannot save caches of the class {type(part).__name__}"
                 raise PromptCacheFileError(path, problem, "", writing=True)
         tokens = one.tokens.tolist()
-        about.append({"tokens": tokens, "scored": one.scored, "crc32": _checksum(own, tokens)})
+        about.append({"tokens": tokens, "scored": [*one.scores], "crc32": _checksum(own, tokens)})
         caches += own
     metadata = {"moestream": VERSION, "model": model, "sequences": json.dumps(about)}
     partial_path = path.with_name(f".{path.name}.{os.getpid()}.safetensors")
@@ -106,10 +104,9 @@ def load(path: Path, kept: PromptCache, model: str) -> int:
                 break
             chosen.append(one)
         for one in chosen:
-            mx.eval(arrays(one.caches), *([] if one.scores is None else [one.scores]))
-            scores = ArraysCache(1)
-            scores[0] = one.scores
-            if _checksum([*one.caches, scores], one.tokens.tolist()) != one.crc32:
+            own = _layers(one)
+            mx.eval(arrays(own))
+            if _checksum(own, one.tokens.tolist()) != one.crc32:
                 raise ValueError("a checksum differs")
     except Exception as error:  # what mlx-lm makes of damaged files
         raise PromptCacheFileError(path, "it is damaged") from error
@@ -132,19 +129,19 @@ def _read(path: Path) -> list[_Saved]:
     for number, entry in enumerate(about):
         own = caches[number * layers : (number + 1) * layers]
         tokens = as_tokens(entry["tokens"])
-        scored = int(entry["scored"])
-        one = _Saved(
-            tokens,
-            own[:-1],
-            is_divisible(own[:-1], len(tokens)),
-            0,
-            scored,
-            own[-1][0] if scored else None,
-        )
+        scores = {int(prefix): own[-1][index] for index, prefix in enumerate(entry["scored"])}
+        one = _Saved(tokens, own[:-1], is_divisible(own[:-1], len(tokens)), 0, scores)
         one.nbytes = sequence_bytes(one)
         one.crc32 = entry["crc32"]
         found.append(one)
     return found
+
+
+def _layers(kept: Kept) -> list[Any]:
+    """The caches of a sequence as they stand in a file."""
+    scores = ArraysCache(0)
+    scores.cache = [*kept.scores.values()] or [None]  # mlx-lm does not save an empty list
+    return [*kept.caches, scores]
 
 
 def _checksum(caches: Iterable[Any], tokens: list[int]) -> int:

@@ -9,7 +9,7 @@ kept.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,9 @@ import numpy.typing as npt
 
 LEAST_TOKENS = 16
 """Shorter prefixes are neither kept nor used (arbitrary: they save less than a chunk costs)."""
+
+MOST_SCORES = 4
+"""Prompts that a sequence remembers the logits of (arbitrary: they may have a megabyte each)."""
 
 Tokens = npt.NDArray[np.int32]
 
@@ -30,16 +33,14 @@ class Kept:
         caches: behind these tokens; what they are is the owner's business.
         divisible: whether caches behind any prefix of the tokens can be had from them.
         nbytes: of tokens, caches and scores.
-        scored: position behind which the logits are known, too; 0 for none.
-        scores: these logits.
+        scores: length of a prefix -> the logits behind it, where they are known.
     """
 
     tokens: Tokens
     caches: Any
     divisible: bool
     nbytes: int
-    scored: int = 0
-    scores: Any = None
+    scores: dict[int, Any] = field(default_factory=dict)
 
     def usable(self, common: int, length: int) -> int:
         """Tokens that a prompt of ``length`` tokens need not compute, of ``common`` ones.
@@ -48,7 +49,7 @@ class Kept:
         """
         if not self.divisible and common < len(self.tokens):
             return 0
-        if common == length == self.scored:
+        if common == length and length in self.scores:
             return length
         most = min(common, length - 1)
         return most if self.divisible or most == len(self.tokens) else 0

@@ -58,7 +58,8 @@ async def open_engine(options: EngineOptions) -> Engine:
     from .prefetch import PrefetchConfig
 
     arguments: dict[str, Any] = asdict(options)
-    for name in ("lanes", "read_timeout", "max_running", "max_waiting", "prefill_chunk"):
+    knows = ("lanes", "read_timeout", "max_running", "max_waiting", "prefill_chunk", "prompt_cache")
+    for name in knows:
         if arguments[name] is None:  # the engine knows its defaults
             del arguments[name]
     if options.prefetch == "on":
