@@ -103,6 +103,9 @@ def load(path: Path, kept: PromptCache, model: str) -> int:
             if (room := room - one.nbytes) < 0:
                 break
             chosen.append(one)
+        there = [one for one in chosen if kept.index.holds(one.tokens) is not None]
+        chosen = [one for one in chosen if one not in there]
+        kept.index.make_room(sum(one.nbytes for one in chosen))  # before they are read
         for one in chosen:
             own = _layers(one)
             mx.eval(arrays(own))
@@ -110,7 +113,7 @@ def load(path: Path, kept: PromptCache, model: str) -> int:
                 raise ValueError("a checksum differs")
     except Exception as error:  # what mlx-lm makes of damaged files
         raise PromptCacheFileError(path, "it is damaged") from error
-    return sum(kept.add(one) for one in reversed(chosen))
+    return len(there) + sum(kept.add(one) for one in reversed(chosen))
 
 
 class _Saved(Kept):
