@@ -202,6 +202,7 @@ class Row:
         if not self.cache:
             self._start(loaded)
         if not self.left:
+            loaded.stream.begin_forward()  # of nothing: time counts from here
             return self._scores
         whole = max(LOGITS_BYTES // (4 * loaded.vocabulary), 1)
         limit = min(loaded.chunk_tokens(len(self._tokens)), most)

@@ -2,8 +2,8 @@
 
 Compute thread only. What is kept are copies of mlx-lm's caches, what is handed out are copies of
 these. A copy of an MLX array costs nothing: both share the memory until one of them is written to,
-and then MLX copies. So no two requests, and no request and this cache, ever write to the same
-arrays.
+and then MLX copies; rows of keys and values are copied to grow. So no two requests, and no request
+and this cache, ever write to the same arrays.
 """
 
 from __future__ import annotations
@@ -67,9 +67,11 @@ class PromptCache:
         if match.kept is None:
             return Taken([], 0, None, match.branch)
         cache: list[Any] = copy.deepcopy(match.kept.caches)
-        if match.length < len(match.kept.tokens):
-            for part in parts(cache):
+        for part in parts(cache):
+            if match.length < len(match.kept.tokens):
                 _cut(part, match.length)
+            if type(part) is KVCache and part.keys is not None:
+                part.keys, part.values = _blocks(part.keys), _blocks(part.values)
         logits = match.kept.scores[match.length] if match.length == len(tokens) else None
         return Taken(cache, match.length, logits, match.branch)
 
@@ -186,6 +188,11 @@ def _cut(part: Any, length: int) -> None:
     part.offset = length
     if type(part) is RotatingKVCache:
         part._idx = length
+
+
+def _blocks(rows: Any) -> mx.array:
+    """``[1, heads, rows, size]`` with as many rows as mlx-lm would have: whole blocks."""
+    return mx.pad(rows, [(0, 0), (0, 0), (0, -rows.shape[2] % KVCache.step), (0, 0)])
 
 
 def _copy(entry: Any, length: int) -> Any:

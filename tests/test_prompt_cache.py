@@ -276,7 +276,9 @@ async def test_prompts_that_share_their_beginning(
 async def test_reads_are_saved(demo: Path) -> None:
     async with await Engine.open(demo, slots=8, prompt_cache="64MB") as engine:
         first = await engine.generate(make_prompt(120, 8192), max_tokens=1)
+        engine._core.loaded.stream._mark -= 1000  # it was idle for a while
         again = await engine.generate(make_prompt(120, 8192), max_tokens=1)
+        assert again.stats.host_seconds < 100
         assert first.stats.bytes_read > 0
         assert (again.cached_tokens, again.stats.bytes_read, again.stats.hits) == (120, 0, 0)
         assert again.tokens == first.tokens
@@ -380,9 +382,29 @@ async def test_a_prompt_is_there_as_soon_as_it_is_computed(
         assert [tokens for _, tokens in seen if tokens > 1] == [len(PROMPT)]
         assert sorted(one.cached_tokens for one in results) == [0, 60, 60, 60]
         assert len({one.tokens for one in results}) == 1
-        # Rows taken out of a batch are kept like others: all answers are the same here.
-        more = [*PROMPT, *results[0].tokens, 5]
-        assert (await ask(engine, more, 1)).cached_tokens == len(more) - 2
+        check_books(engine)
+
+
+@pytest.mark.one_loop
+@pytest.mark.parametrize("name", KINDS)
+async def test_rows_that_leave_a_batch_are_kept(
+    name: str, checkpoint: Callable[[str], Path]
+) -> None:
+    directory = checkpoint(name)
+    model = zoo.reference(directory)
+    prompts = [make_prompt(length) for length in (60, 20, 45)]
+    async with await open_zoo(directory) as engine:
+        seen = forwarded(engine)
+        steps = (30, 12, 9)  # the first one stays when the others leave
+        results = await asyncio.gather(
+            *[ask(engine, prompt, count) for prompt, count in zip(prompts, steps, strict=True)]
+        )
+        assert max(rows for rows, _ in seen) == 3
+        for prompt, result in zip(prompts, results, strict=True):
+            more = [*prompt, *result.tokens, *make_prompt(9)]
+            again = await ask(engine, more, 4)
+            assert again.cached_tokens == len(prompt) + len(result.tokens) - 1
+            same_but_rounded(again, model, more)
         check_books(engine)
 
 
@@ -463,6 +485,42 @@ async def test_what_a_cancelled_request_had_computed_is_kept(
         assert result.cached_tokens == len(PROMPT) + (4 if name == PLAIN else 0)
         same_but_rounded(result, model, prompt)
         check_books(engine)
+
+
+@pytest.mark.one_loop
+@pytest.mark.parametrize("name", [PLAIN, HYBRID])
+async def test_streams_left_while_the_next_forward_runs(
+    name: str, checkpoint: Callable[[str], Path]
+) -> None:
+    """With everything resident a forward is ahead of the token: caches hold one token more."""
+    directory = checkpoint(name)
+    model = zoo.reference(directory)
+    async with await open_zoo(directory, memory="all", slots=None) as engine:
+        for left in (1, 2, 3, 7, 12):
+            start = [left, *PROMPT]
+            tokens = []
+            async with aclosing(engine.stream(start, max_tokens=900, ignore_eos=True)) as stream:
+                async for chunk in stream:
+                    tokens.append(chunk.token)
+                    if len(tokens) == left:
+                        break
+            prompt = [*start, *tokens, *make_prompt(20)]
+            result = await ask(engine, prompt)
+            assert result.cached_tokens >= len(start)
+            same_but_rounded(result, model, prompt)
+        # An answer that stops by itself has had its next forward started, too.
+        start = [99, *PROMPT]
+        first = (await ask(engine, start, 9)).tokens
+        end = engine._core.loaded.end_tokens
+        engine._core.loaded.end_tokens = frozenset([first[5]])
+        cache_of(engine).clear()
+        stopped = await engine.generate(start, max_tokens=9)
+        engine._core.loaded.end_tokens = end
+        assert stopped.finish_reason == "stop"
+        prompt = [*start, *stopped.tokens, *make_prompt(20)]
+        result = await ask(engine, prompt)
+        assert result.cached_tokens == len(start) + len(stopped.tokens)
+        same_but_rounded(result, model, prompt)
 
 
 @pytest.mark.one_loop
@@ -831,16 +889,3 @@ async def test_the_server_tells_what_was_cached(demo: Path) -> None:
         held = engine.statistics().prompt_cache_bytes
         (line,) = re.findall(r"^moestream_engine_prompt_cache_bytes (.*)$", metrics, re.MULTILINE)
         assert float(line) == held > 0
-
-
-async def test_a_stream_that_is_left_early(checkpoint: Callable[[str], Path]) -> None:
-    """Between two forwards everything is sound: also what cannot be divided is kept."""
-    async with await open_zoo(checkpoint(HYBRID), memory="all", slots=None) as engine:
-        tokens = []
-        async with aclosing(engine.stream(PROMPT, max_tokens=30, ignore_eos=True)) as stream:
-            async for chunk in stream:
-                tokens.append(chunk.token)
-                if len(tokens) == 30:
-                    break
-        result = await ask(engine, [*PROMPT, *tokens, 7], 1)
-        assert result.cached_tokens == len(PROMPT) + 29
