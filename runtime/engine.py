@@ -136,7 +136,8 @@ class Engine:
                 as one request at full context takes, if that can be spared, or None for none. It
                 has its place in the plan. The rest of a prompt is then computed in other chunks
                 than the whole would be, and sums of another order round otherwise: logits may
-                differ in their last bits. The same prompt again has the same bits.
+                differ in their last bits. The same prompt again has the same bits while its end is
+                remembered. Decoding is as usual.
 
         Raises:
             MoestreamError: one of its subclasses says what is wrong and what would do.
