@@ -476,13 +476,15 @@ async def test_what_a_cancelled_request_had_computed_is_kept(
 
         engine._core.store.demand = watched
         await asyncio.get_running_loop().run_in_executor(None, gate.wait_entered)
-        assert engine._scheduler.totals.running[0].length == len(PROMPT) + 5
+        length = engine._scheduler.totals.running[0].length
+        while len(PROMPT) + len(tokens) < length:  # handed out before the gate was there
+            tokens.append((await anext(stream)).token)
         await stream.aclose()
         gate.open()
         prompt = [*PROMPT, *tokens, *make_prompt(20)]
         result = await ask(engine, prompt)
         # What cannot be divided is left from the end of the prompt.
-        assert result.cached_tokens == len(PROMPT) + (4 if name == PLAIN else 0)
+        assert result.cached_tokens == (length - 1 if name == PLAIN else len(PROMPT))
         same_but_rounded(result, model, prompt)
         check_books(engine)
 
