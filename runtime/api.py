@@ -97,6 +97,7 @@ class Generation:
         prompt_tokens: length of the prompt in tokens.
         stats: what it cost.
         logprobs: one per token when asked for, else None.
+        cached_tokens: of the prompt, that were not computed again but taken from the prompt cache.
     """
 
     text: str
@@ -105,6 +106,7 @@ class Generation:
     prompt_tokens: int
     stats: GenerationStats
     logprobs: tuple[TokenLogprob, ...] | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,11 @@ class Statistics:
         requests_finished: with a result.
         requests_failed: with an error.
         requests_cancelled: by their callers.
-        prompt_tokens: computed.
+        prompt_tokens: of ended requests.
+        cached_tokens: of these, that were taken from the prompt cache.
+        prompt_cache_sequences: token sequences that it holds.
+        prompt_cache_bytes: memory that they take.
+        prompt_cache_evicted: sequences that have left it for want of room.
         tokens: generated.
         hits, misses: routed experts found resident, or waited for.
         joins: those of the misses whose read was already on its way.
@@ -192,6 +198,10 @@ class Statistics:
     requests_failed: int
     requests_cancelled: int
     prompt_tokens: int
+    cached_tokens: int
+    prompt_cache_sequences: int
+    prompt_cache_bytes: int
+    prompt_cache_evicted: int
     tokens: int
     hits: int
     misses: int

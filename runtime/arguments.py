@@ -94,6 +94,18 @@ def path_argument(name: str, value: object) -> Path | None:
     return Path(text)
 
 
+def cache_path_argument(name: str, value: object) -> Path:
+    """The path of a file of saved prompts, whose name tells MLX what it is.
+
+    Raises:
+        InvalidRequest: it is no path, or ends in something else.
+    """
+    path = path_argument(name, value)
+    if path is None or path.suffix != ".safetensors":
+        raise InvalidRequest(f"{name}={show(value)} must be a path that ends in .safetensors")
+    return path
+
+
 def check_trace_path(trace: object) -> Path | None:
     """The path of a trace file; None for no trace.
 

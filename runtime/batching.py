@@ -67,6 +67,13 @@ class Batch:
             return cache
         return self._merged
 
+    def cache_of(self, row: Cached) -> list[Any]:
+        """The caches of one row, taken out of the batch's where these are merged."""
+        if len(self.rows) < 2 or row not in self.rows:
+            return row.cache
+        index = self.rows.index(row)
+        return [entry.extract(index) for entry in self._merged]
+
     def join(self, newcomers: Sequence[Cached]) -> None:
         """Add rows behind the others; layer by layer, so that little is there twice."""
         old = len(self.rows)

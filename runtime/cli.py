@@ -13,6 +13,7 @@ import typer
 
 from . import bench_cli, pack_cli, serve_cli, trace_cli
 from . import cli_options as options
+from .arguments import cache_path_argument
 from .errors import BudgetTooSmall
 from .policies import DEFAULT_POLICY
 from .terminal import Terminated, note, print_json, raise_terminated, show_error
@@ -112,6 +113,7 @@ def run(
     trace: options.Trace = None,
     checksum: options.Checksum = False,
     read_timeout: options.ReadTimeout = None,
+    prompt_cache: options.PromptFile = None,
     debug: options.Debug = False,
 ) -> None:
     """Generate text behind a prompt."""
@@ -130,6 +132,7 @@ def run(
         "stop": stop or [],
         "ignore_eos": ignore_eos,
     }
+    prompts = None if prompt_cache is None else cache_path_argument("--prompt-cache", prompt_cache)
     opened = EngineOptions(
         model,
         memory,
@@ -143,10 +146,11 @@ def run(
         checksum,
         policy,
         read_timeout,
+        prompt_cache=True if prompts is not None else None,
     )
     text = read_prompt(prompt)
     request = messages(text, system) if chat else text
-    result, plan = run_prompt(opened, request, sampling, quiet=json_output)
+    result, plan = run_prompt(opened, request, sampling, quiet=json_output, prompts=prompts)
     if json_output:
         print_json(
             {
@@ -157,6 +161,7 @@ def run(
                 "tokens": result.tokens,
                 "finish_reason": result.finish_reason,
                 "prompt_tokens": result.prompt_tokens,
+                "cached_tokens": result.cached_tokens,
                 "stats": {**asdict(result.stats), "hit_rate": result.stats.hit_rate},
             }
         )
@@ -189,6 +194,7 @@ def chat(
     trace: options.Trace = None,
     checksum: options.Checksum = False,
     read_timeout: options.ReadTimeout = None,
+    prompt_cache: options.PromptFile = None,
     debug: options.Debug = False,
 ) -> None:
     """Talk with a model, line by line."""
@@ -206,6 +212,7 @@ def chat(
         "stop": stop or [],
         "ignore_eos": ignore_eos,
     }
+    prompts = None if prompt_cache is None else cache_path_argument("--prompt-cache", prompt_cache)
     opened = EngineOptions(
         model,
         memory,
@@ -219,8 +226,10 @@ def chat(
         checksum,
         policy,
         read_timeout,
+        max_running=1,
+        prompt_cache=True,  # each turn repeats the conversation
     )
-    talk(opened, sampling, system=system, stats=not no_stats)
+    talk(opened, sampling, system=system, stats=not no_stats, prompts=prompts)
 
 
 @app.command(cls=options.Command)
@@ -229,6 +238,7 @@ def plan(
     memory: options.Memory = None,
     slots: options.Slots = None,
     context: options.Context = None,
+    prompt_cache: options.PromptCacheSize = None,
     bandwidth: options.Bandwidth = None,
     measure: Annotated[
         bool, options.flag("--measure", "Run the model a little first, for a better forecast.")
@@ -247,7 +257,12 @@ def plan(
         if measure:
             measure_model(model, memory=memory, slots=slots, context=context)
         report = inspect_plan(
-            model, memory=memory, slots=slots, context=context, bandwidth=bandwidth
+            model,
+            memory=memory,
+            slots=slots,
+            context=context,
+            bandwidth=bandwidth,
+            prompt_cache=prompt_cache,
         )
     except BudgetTooSmall as error:
         if not json_output:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -219,6 +220,27 @@ ReadTimeout = Annotated[
         metavar="SECONDS",
         show_default="60",
         help="Fail a request when the drive does not answer to a read for so long.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+PromptFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompt-cache",
+        metavar="FILE",
+        help="Keep computed prompts in this .safetensors file: read when it is there, and written "
+        "at the end.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+PromptCacheSize = Annotated[
+    int | None,
+    typer.Option(
+        "--prompt-cache",
+        metavar="SIZE",
+        parser=_size,
+        help="Memory for computed prompts, such as 1GB: one that begins like one before computes "
+        "only the rest.",
         rich_help_panel=_ENGINE,
     ),
 ]

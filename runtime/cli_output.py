@@ -62,6 +62,7 @@ _PARTS = {
     "process": "process: interpreter and libraries",
     "trunk": "trunk: all that is no routed expert",
     "kv": "KV cache at full context",
+    "prompt_cache": "prompt cache",
     "scratch": "scratch of a prompt chunk",
     "cache": "buffers that MLX keeps",
     "staging": "staging of experts read ahead",
@@ -83,7 +84,7 @@ def print_plan(report: PlanReport) -> None:
     console.print()
     table = _table("part", "memory")
     for name, nbytes in report.parts.items():
-        if nbytes or name != "staging":
+        if nbytes or name not in ("staging", "prompt_cache"):
             table.add_row(_PARTS[name], size(nbytes))
     table.add_row("in all", size(report.total), style="bold")
     console.print(table)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
@@ -37,15 +37,17 @@ from .batching import unbatchable
 from .errors import TraceUnwritable
 from .generation import LoadedModel
 from .hub import resolve_model
+from .identity import model_identity
 from .limits import limits
 from .machine import automatic_budget, process_bytes, return_memory
 from .machine_pressure import find_source
 from .packed import load_residents
-from .plan import Plan, fitting_chunk, make_plan, parse_size
+from .plan import Plan, fitting_chunk, make_plan, parse_size, spare_bytes
 from .policies import DEFAULT_POLICY, POLICIES, PolicyName
 from .prefetch import OFF, PrefetchConfig
 from .pressure import Pressure
 from .profiling import profiled
+from .prompt_cache import PromptCache
 from .readahead import ReadAhead
 from .resizing import Resizer, watching
 from .scheduling import (
@@ -92,6 +94,7 @@ class Settings:
     max_running: int = DEFAULT_RUNNING
     max_waiting: int = DEFAULT_WAITING
     prefill_chunk: int = DEFAULT_PREFILL_CHUNK
+    prompt_cache: int | Literal[True] | None = None
 
 
 @dataclass(slots=True)
@@ -107,6 +110,7 @@ class Core:
         ahead: predicts and reads ahead, if that is wanted and possible.
         resizer: makes the pools smaller under memory pressure.
         trunk_bytes: parameters held for good.
+        identity: digest of what the content of caches depends on.
         stopping: set when the engine is being closed.
         memory_bytes, peak_memory_bytes: held by MLX when last looked at.
     """
@@ -119,6 +123,7 @@ class Core:
     ahead: ReadAhead | None
     resizer: Resizer
     trunk_bytes: int
+    identity: Callable[[], str]
     stopping: threading.Event = field(default_factory=threading.Event)
     memory_bytes: int = 0
     peak_memory_bytes: int = 0
@@ -132,6 +137,8 @@ class Core:
     def release(self) -> None:
         """Let go of model and pools; books and counters stay for whoever asks. Compute thread."""
         self.loaded.model = self.loaded.tokenizer = None
+        if self.loaded.kept is not None:
+            self.loaded.kept.clear()
         self.loaded.stream.release()
         self.resizer.release()
         for group in self.store.groups:
@@ -180,7 +187,7 @@ def plan_model(blueprint: Blueprint, settings: Settings) -> Plan:
     """The memory plan for a model of which only headers have been read.
 
     Its KV cache is what all running requests share: one at full context, or several where that
-    takes little of the slots' memory.
+    takes little of the slots' memory. The prompt cache has memory of its own beside it.
     """
     longest = blueprint.size.longest_context
     context = settings.context or min(longest, DEFAULT_CONTEXT)
@@ -204,6 +211,8 @@ def plan_model(blueprint: Blueprint, settings: Settings) -> Plan:
         staging_bytes=settings.prefetch.staged_bytes,
     )
     plan = make()
+    if settings.prompt_cache is not None:
+        make, plan = _with_prompt_cache(make, plan, settings.prompt_cache)
     requests = planned_requests(plan, settings.max_running)
     if requests == 1:
         return plan
@@ -212,6 +221,20 @@ def plan_model(blueprint: Blueprint, settings: Settings) -> Plan:
     if list(plan.slots) == whole != list(together.slots):
         return plan  # every expert in memory is worth more
     return together
+
+
+def _with_prompt_cache(
+    make: partial[Plan], plan: Plan, wanted: int | Literal[True]
+) -> tuple[partial[Plan], Plan]:
+    """A plan with a prompt cache; True asks for as much as one request takes, if it is to spare."""
+    if wanted is not True:
+        make = partial(make, prompt_cache_bytes=wanted)
+        return make, make()
+    nbytes = plan.kv_bytes // plan.sequences
+    if plan.budget is not None:
+        nbytes = min(nbytes, spare_bytes(plan))
+    make = partial(make, prompt_cache_bytes=nbytes)
+    return make, replace(make(), minimum=plan.minimum)
 
 
 def _reads_buffered(blueprint: Blueprint, settings: Settings) -> bool:
@@ -292,7 +315,11 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
         stack.enter_context(profiled(blueprint, plan, stream.log))
         resizer = Resizer(store, [use.site.module for use, _ in streamed], top_k, Pressure())
         stream.at_rest = resizer.apply
-        source = find_source() if settings.pressure and streamed else None
+        kept = PromptCache(plan.prompt_cache_bytes) if settings.prompt_cache is not None else None
+        if kept is not None:
+            resizer.spare = kept.clear
+        follows = settings.pressure and (streamed or kept is not None)
+        source = find_source() if follows else None
         if source is not None:
             stack.enter_context(watching(loop, source, resizer))
         # Of the others the model tree holds the parameters: they are loaded with the trunk.
@@ -323,8 +350,11 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
             chunk_tokens=partial(fitting_chunk, size, scratch_bytes=plan.scratch_bytes),
             resident=not streamed,
             limits=bounds,
+            kept=kept,
         )
-        core = Core(plan, loaded, store, loop, tracer, ahead, resizer, trunk_bytes)
+        checkpoint = blueprint.checkpoint
+        identity = partial(model_identity, checkpoint.directory, checkpoint.files, blueprint.widen)
+        core = Core(plan, loaded, store, loop, tracer, ahead, resizer, trunk_bytes, identity)
         core.sample_memory()
         del model, blueprint, streamed, prepared
         try:

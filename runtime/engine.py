@@ -6,7 +6,7 @@ import asyncio
 import threading
 import warnings
 import weakref
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -15,14 +15,16 @@ from typing import Any, Literal, Self, TypedDict, Unpack
 from ..io.errors import MoestreamError
 from ..io.loop import READ_TIMEOUT
 from .api import Chunk, Generation, Statistics
-from .arguments import path_argument, real, show, whole
+from .arguments import cache_path_argument, path_argument, real, show, whole
 from .assembly import Progress
 from .compute import ComputeThread
 from .core import DEFAULT_LANES, Core, Settings, running_core
 from .errors import EngineClosed, InvalidRequest, OpenFailed
-from .plan import Plan
+from .plan import Plan, parse_size
 from .policies import DEFAULT_POLICY, POLICIES, PolicyName
 from .prefetch import OFF, PrefetchConfig
+from .prompt_cache import PromptCache
+from .prompt_files import FileJob, load, save
 from .request import PromptProgress, Request, State
 from .resizing import wake_with
 from .sampling import Prompt, Sampling, early_check, freeze_prompt, make_sampling
@@ -91,6 +93,7 @@ class Engine:
         max_running: int = DEFAULT_RUNNING,
         max_waiting: int = DEFAULT_WAITING,
         prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
+        prompt_cache: int | str | bool | None = None,
     ) -> Engine:
         """Open a model.
 
@@ -128,6 +131,13 @@ class Engine:
             prefill_chunk: prompt tokens computed between two tokens of running requests at most. A
                 stream pauses no longer than that chunk and one forward take; smaller chunks make
                 prompts slower, since each of them reads nearly all experts.
+            prompt_cache: memory for the caches of prompts and answers, so that a prompt that begins
+                like one before computes only the rest: bytes, a text like "512MB", True for as much
+                as one request at full context takes, if that can be spared, or None for none. It
+                has its place in the plan. The rest of a prompt is then computed in other chunks
+                than the whole would be, and sums of another order round otherwise: logits may
+                differ in their last bits. The same prompt again has the same bits while its end is
+                remembered. Decoding is as usual.
 
         Raises:
             MoestreamError: one of its subclasses says what is wrong and what would do.
@@ -150,6 +160,7 @@ class Engine:
             max_running,
             max_waiting,
             prefill_chunk,
+            prompt_cache,
         )
         given_up = threading.Event()
 
@@ -297,6 +308,50 @@ class Engine:
         elif request.state is State.WAITING:
             self._scheduler.entrance.leave(request.number)
 
+    # -- prompt cache -------------------------------------------------------------------------
+
+    async def save_prompt_cache(self, path: str | Path) -> int:
+        """Save the prompt cache to a file that ``load_prompt_cache`` reads, also of a later engine.
+
+        An old file is replaced once the new one is complete. With an empty cache nothing is
+        written. Requests wait meanwhile.
+
+        Args:
+            path: must end in ``.safetensors``; the format is mlx-lm's.
+
+        Returns:
+            How many token sequences were saved.
+
+        Raises:
+            InvalidRequest: it is no such path, or the engine was opened without prompt cache.
+            PromptCacheFileError: it cannot be written, or mlx-lm cannot save this model's caches.
+            EngineClosed, EngineDead: the engine takes no requests.
+        """
+        return await self._with_file(path, save)
+
+    async def load_prompt_cache(self, path: str | Path) -> int:
+        """Add what ``save_prompt_cache`` has saved to the prompt cache, as far as there is room.
+
+        Args:
+            path: of the file.
+
+        Returns:
+            How many token sequences there was room for; the newest come first.
+
+        Raises:
+            InvalidRequest: it is no such path, or the engine was opened without prompt cache.
+            PromptCacheFileError: there is no such file, it is damaged, or of another model.
+            EngineClosed, EngineDead: the engine takes no requests.
+        """
+        return await self._with_file(path, load)
+
+    async def _with_file(
+        self, path: str | Path, work: Callable[[Path, PromptCache, str], int]
+    ) -> int:
+        job = FileJob(cache_path_argument("path", path), work)
+        self._thread.submit(job)
+        return await asyncio.wrap_future(job.done)
+
     # -- state --------------------------------------------------------------------------------
 
     @property
@@ -384,6 +439,7 @@ def _settings(
     max_running: int,
     max_waiting: int,
     prefill_chunk: int,
+    prompt_cache: int | str | bool | None,
 ) -> Settings:
     slots = None if slots is None else whole("slots", slots, least=1)
     context = None if context is None else whole("context", context, least=1)
@@ -416,7 +472,14 @@ def _settings(
         max_running=whole("max_running", max_running, least=1),
         max_waiting=whole("max_waiting", max_waiting, least=0),
         prefill_chunk=whole("prefill_chunk", prefill_chunk, least=1),
+        prompt_cache=_cache_size(prompt_cache),
     )
+
+
+def _cache_size(value: int | str | bool | None) -> int | Literal[True] | None:
+    if value is None or value is False:
+        return None
+    return True if value is True else parse_size(value, "prompt_cache")
 
 
 def _turn(priority: int, timeout: float | None) -> tuple[int, float | None]:

@@ -15,6 +15,7 @@ _PARTS = {
     "process": "process",
     "trunk": "trunk",
     "kv": "KV cache",
+    "prompt_cache": "prompt cache",
     "scratch": "prompt scratch",
     "cache": "MLX's buffers",
     "staging": "staging",
@@ -146,6 +147,31 @@ class RequestTimeout(MoestreamError):
         )
         self.seconds = seconds
         self.generation = generation
+
+
+class PromptCacheFileError(MoestreamError):
+    """A file of saved prompts cannot be used, or not be written.
+
+    Args:
+        path: of the file.
+        problem: what is wrong, in one clause.
+        remedy: what the user can do about it, in one clause; "" for nothing.
+        writing: whether it was to be written.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        problem: str,
+        remedy: str = "delete the file to begin with an empty prompt cache, or give another one",
+        *,
+        writing: bool = False,
+    ) -> None:
+        what = "cannot be written" if writing else "cannot be used"
+        end = f"; {remedy}" if remedy else ""
+        super().__init__(f"the prompt cache {path} {what}: {problem}{end}")
+        self.path = path
+        self.problem = problem
 
 
 class EngineClosed(MoestreamError):

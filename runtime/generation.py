@@ -20,6 +20,7 @@ from .drawing import Drawn, Sampler
 from .encoding import encode
 from .errors import PromptTooLong
 from .plan import LOGITS_BYTES
+from .prompt_cache import PromptCache
 from .request import Request
 from .sampling import Sampling, StopText
 from .scheduling import Limits
@@ -41,6 +42,7 @@ class LoadedModel:
         chunk_tokens: length of a prompt -> tokens to compute at once.
         resident: no layer is streamed.
         limits: of what may be computed together.
+        kept: caches of earlier prompts and answers; None keeps none.
     """
 
     model: Any
@@ -52,6 +54,7 @@ class LoadedModel:
     chunk_tokens: Callable[[int], int]
     resident: bool
     limits: Limits
+    kept: PromptCache | None = None
 
 
 class Row:
@@ -64,6 +67,7 @@ class Row:
         cache: mlx-lm's, one per layer; empty before the prompt, and while a batch holds them.
         pending: the next token, when its forward has been started ahead.
         counters: what it has cost.
+        cached: tokens of the prompt that were not computed; None before its first turn.
     """
 
     def __init__(self, request: Request) -> None:
@@ -73,9 +77,12 @@ class Row:
         self.pending: Drawn | None = None
         self.counters = StepCounters()
         self.prompt_tokens = 0
+        self.cached: int | None = None
         self._sampling = request.sampling
         self._tokens: list[int] = []  # of prompt and answer
         self._computed = 0  # of these, in the cache
+        self._branch = 0  # of the prompt, where its caches are to be kept
+        self._scores: mx.array | None = None  # behind the whole prompt, when they were kept
         self._told = -1  # of the prompt, as progress
         self._sampler: Sampler | None = None
         self._text: _Text | None = None
@@ -143,7 +150,39 @@ class Row:
         """Let go of the caches; they are computed anew from the tokens."""
         self.cache = []
         self.pending = None
-        self._computed = 0
+        self._computed = self._branch = 0
+        self._scores = None
+
+    def _start(self, loaded: LoadedModel) -> None:
+        """Caches behind as much of the tokens as is known."""
+        if loaded.kept is not None:
+            taken = loaded.kept.take(self._tokens)
+            self.cache, self._computed = taken.cache, taken.length
+            self._scores, self._branch = taken.logits, taken.branch
+        if self.cached is None:
+            self.cached = self._computed
+        if not self.cache:
+            self.cache = make_prompt_cache(loaded.model)
+
+    def keep(
+        self,
+        kept: PromptCache,
+        cache: list[Any],
+        logits: mx.array | None = None,
+        *,
+        sound: bool = True,
+    ) -> None:
+        """Offer what has been computed to the prompt cache.
+
+        Args:
+            kept: the prompt cache.
+            cache: this request's caches.
+            logits: ``[1, vocabulary]`` behind the last token, when that has been computed.
+            sound: its last forward has been completed.
+        """
+        # A forward that has been started ahead has the newest token in the caches, too.
+        computed = len(self._tokens) if self.pending is not None else self._computed
+        kept.offer(self._tokens[:computed], cache, logits, sound=sound)
 
     def prefill(self, loaded: LoadedModel, tracer: Tracer, most: int) -> mx.array | None:
         """Compute the next chunk of what is left.
@@ -161,9 +200,14 @@ class Row:
             still left.
         """
         if not self.cache:
-            self.cache = make_prompt_cache(loaded.model)
+            self._start(loaded)
+        if not self.left:
+            loaded.stream.begin_forward()  # of nothing: time counts from here
+            return self._scores
         whole = max(LOGITS_BYTES // (4 * loaded.vocabulary), 1)
         limit = min(loaded.chunk_tokens(len(self._tokens)), most)
+        if self._branch > self._computed:
+            limit = min(limit, self._branch - self._computed)
         stream = loaded.stream
         last = self.left <= min(limit, whole)
         size = self.left if last else min(limit, self.left - 1)
@@ -181,6 +225,8 @@ class Row:
         stream.end_forward(*[state for state in states if isinstance(state, mx.array)])
         tracer.prompt(self.number, size, begun, time.perf_counter())
         self._computed += size
+        if loaded.kept is not None and self._computed == self._branch:
+            self.keep(loaded.kept, self.cache)
         return None
 
     def _tell(self, more: int) -> None:
@@ -267,6 +313,7 @@ class Row:
             prompt_tokens=self.prompt_tokens,
             stats=stats,
             logprobs=tuple(self._logprobs) if self._sampling.logprobs is not None else None,
+            cached_tokens=self.cached or 0,
         )
 
 

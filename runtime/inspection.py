@@ -79,6 +79,7 @@ class PlanReport:
             "process": plan.process_bytes,
             "trunk": plan.trunk_bytes,
             "kv": plan.kv_bytes,
+            "prompt_cache": plan.prompt_cache_bytes,
             "scratch": plan.scratch_bytes,
             "cache": plan.cache_bytes,
             "staging": plan.staging_bytes,
@@ -120,11 +121,12 @@ def inspect_plan(
     slots: int | None,
     context: int | None,
     bandwidth: int | None = None,
+    prompt_cache: int | None = None,
 ) -> PlanReport:
     """Plan a model from its headers, on the calling thread.
 
     Args:
-        model, memory, slots, context: as for ``Engine.open``.
+        model, memory, slots, context, prompt_cache: as for ``Engine.open``.
         bandwidth: of the drive in bytes per second, instead of what was measured.
 
     Raises:
@@ -136,14 +138,19 @@ def inspect_plan(
         from .expectations import expect
         from .streams import leased_streams
 
-    settings = Settings(model=model, memory=memory, slots=slots, context=context)
+    settings = Settings(
+        model=model, memory=memory, slots=slots, context=context, prompt_cache=prompt_cache
+    )
     with leased_streams():
         prepared = prepare(settings)
         blueprint, plan = prepared.blueprint, prepared.plan
         layers = blueprint.size.layers
         everything = sum(layer.experts * layer.slot_bytes for layer in layers)
         whole = smallest_resident_plan(
-            blueprint.size, process_bytes=plan.process_bytes, context=plan.context
+            blueprint.size,
+            process_bytes=plan.process_bytes,
+            context=plan.context,
+            prompt_cache_bytes=plan.prompt_cache_bytes,
         )
         return PlanReport(
             model=str(blueprint.checkpoint.directory),
@@ -179,11 +186,19 @@ def measure_model(
     asyncio.run(run())
 
 
-def smallest_resident_plan(model: ModelSize, *, process_bytes: int, context: int) -> Plan:
+def smallest_resident_plan(
+    model: ModelSize, *, process_bytes: int, context: int, prompt_cache_bytes: int = 0
+) -> Plan:
     """The plan of the smallest budget under which every expert is resident."""
     from .plan import make_plan
 
-    plan_with = partial(make_plan, model, process_bytes=process_bytes, context=context)
+    plan_with = partial(
+        make_plan,
+        model,
+        process_bytes=process_bytes,
+        context=context,
+        prompt_cache_bytes=prompt_cache_bytes,
+    )
     experts = [layer.experts for layer in model.layers]
     by_hand = plan_with(budget=None, slots=max(experts))
     # A larger budget never gives fewer slots, so bisecting finds the smallest.

@@ -40,7 +40,7 @@ def measure_caches(cache: Sequence[Any], build: Callable[[int], Sequence[Any]]) 
     step = 1
     windows: dict[int, int] = {}
     unknown: list[int] = []
-    for index, entry in enumerate(_parts(cache)):
+    for index, entry in enumerate(parts(cache)):
         keys = getattr(entry, "keys", None)
         if isinstance(entry, ArraysCache):
             fixed += _nbytes(entry)
@@ -60,7 +60,7 @@ def measure_caches(cache: Sequence[Any], build: Callable[[int], Sequence[Any]]) 
                 step = max(step, rows)
     if unknown:
         short, long = (
-            [_nbytes(entry) for entry in _parts(build(length))] for length in PROBE_TOKENS
+            [_nbytes(entry) for entry in parts(build(length))] for length in PROBE_TOKENS
         )
         first, second = PROBE_TOKENS
         for index in unknown:
@@ -74,19 +74,24 @@ def measure_caches(cache: Sequence[Any], build: Callable[[int], Sequence[Any]]) 
 
 def nbytes(cache: Sequence[Any]) -> int:
     """Bytes of all arrays of these caches."""
-    return sum(_nbytes(entry) for entry in _parts(cache))
+    return sum(_nbytes(entry) for entry in parts(cache))
 
 
-def _parts(cache: Sequence[Any]) -> Iterator[Any]:
+def parts(cache: Sequence[Any]) -> Iterator[Any]:
     """The caches, those inside of lists of caches one by one."""
     for entry in cache:
         inner = getattr(entry, "caches", None)
         if inner is None:
             yield entry
         else:
-            yield from _parts(inner)
+            yield from parts(inner)
+
+
+def arrays(cache: Sequence[Any]) -> list[mx.array]:
+    """All arrays of these caches."""
+    values = tree_flatten([list(vars(entry).values()) for entry in parts(cache)])
+    return [value for _, value in values if isinstance(value, mx.array)]
 
 
 def _nbytes(entry: Any) -> int:
-    values = tree_flatten(list(vars(entry).values()))
-    return sum(value.nbytes for _, value in values if isinstance(value, mx.array))
+    return sum(array.nbytes for array in arrays([entry]))

@@ -60,6 +60,7 @@ class Plan:
         process_bytes: interpreter and libraries.
         trunk_bytes: parameters that are no routed experts.
         kv_bytes: caches of all sequences at full context.
+        prompt_cache_bytes: kept for prompts to come, beside these.
         scratch_bytes: set aside for a prompt chunk.
         cache_bytes: buffers that MLX keeps.
         staging_bytes: experts read ahead that have no slot yet.
@@ -84,31 +85,32 @@ class Plan:
     slots: tuple[int, ...]
     minimum: int
     sequences: int = 1
+    prompt_cache_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """Sum of the parts."""
-        fixed = self.process_bytes + self.trunk_bytes + self.kv_bytes
+        fixed = self.process_bytes + self.trunk_bytes + self.kv_bytes + self.prompt_cache_bytes
         return fixed + self.scratch_bytes + self.cache_bytes + self.staging_bytes + self.slot_bytes
 
 
-def parse_size(value: int | str) -> int:
-    """Bytes of ``"8GB"``, ``"512 MiB"`` or a plain number.
+def parse_size(value: int | str, name: str = "memory") -> int:
+    """Bytes of ``"8GB"``, ``"512 MiB"`` or a plain number, given as the argument ``name``.
 
     Raises:
         InvalidRequest: not a positive size.
     """
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise InvalidRequest(f"memory={value!r} is not a size; give bytes or a text like '8GB'")
+        raise InvalidRequest(f"{name}={value!r} is not a size; give bytes or a text like '8GB'")
     if isinstance(value, int):
         size = value
     else:
         match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*", value)
         if match is None or match[2].upper() not in _UNITS:
-            raise InvalidRequest(f"memory={value!r} is not a size; give bytes or a text like '8GB'")
+            raise InvalidRequest(f"{name}={value!r} is not a size; give bytes or a text like '8GB'")
         size = int(Fraction(match[1]) * _UNITS[match[2].upper()])
     if not 0 < size <= LARGEST_SIZE:
-        raise InvalidRequest(f"memory={value!r} must be positive and at most 2**60 bytes")
+        raise InvalidRequest(f"{name}={value!r} must be positive and at most 2**60 bytes")
     return size
 
 
@@ -122,6 +124,7 @@ def make_plan(
     sequences: int = 1,
     routed_tokens: int = 1,
     staging_bytes: int = 0,
+    prompt_cache_bytes: int = 0,
 ) -> Plan:
     """Divide the budget.
 
@@ -138,6 +141,7 @@ def make_plan(
         routed_tokens: a layer gets slots at least for what so many tokens may route to in one step;
             a step of more runs in waves.
         staging_bytes: for experts that are read ahead into memory of their own.
+        prompt_cache_bytes: for caches that are kept for prompts to come.
 
     Raises:
         BudgetTooSmall: says the smallest budget that would do, and what takes how much.
@@ -145,6 +149,7 @@ def make_plan(
     """
     kv_bytes = model.cache.held(context) * sequences
     fixed = process_bytes + model.trunk_bytes + kv_bytes + CACHE_BYTES + staging_bytes
+    fixed += prompt_cache_bytes
     floors = [slot_floor(layer, routed_tokens) for layer in model.layers]
     floor = _slot_bytes(model, floors)
     shortest = _scratch(model, min(LEAST_CHUNK_TOKENS, context), context)
@@ -163,6 +168,7 @@ def make_plan(
                 "process": process_bytes,
                 "trunk": model.trunk_bytes,
                 "kv": kv_bytes,
+                "prompt_cache": prompt_cache_bytes,
                 "scratch": shortest,
                 "cache": CACHE_BYTES,
                 "staging": staging_bytes,
@@ -195,6 +201,7 @@ def make_plan(
         slots=tuple(chosen),
         minimum=minimum,
         sequences=sequences,
+        prompt_cache_bytes=prompt_cache_bytes,
     )
 
 
@@ -254,6 +261,17 @@ def _chunk(model: ModelSize, context: int, *, spare: int) -> tuple[int, int]:
     reserved = min(_scratch(model, most, context), spare // 4)
     reserved = max(reserved, _scratch(model, least, context))
     return fitting_chunk(model, context, reserved), reserved
+
+
+def spare_bytes(plan: Plan) -> int:
+    """What more caches may take of the budget of a plan, because they are worth it.
+
+    An eighth of the slots' memory (arbitrary: slots save bytes of every token), or what nothing
+    else has a use for since the model is held whole.
+    """
+    assert plan.budget is not None
+    spare = min(plan.slot_bytes // 8, (plan.budget - plan.minimum) // 2)
+    return max(spare, int(plan.budget * (1 - SLACK)) - plan.total_bytes)
 
 
 def fitting_chunk(model: ModelSize, length: int, scratch_bytes: int) -> int:

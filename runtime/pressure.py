@@ -115,15 +115,16 @@ async def watch(
     Args:
         source: of the levels.
         pressure: takes them.
-        changed: called when the share is another one.
+        changed: called when the share is another one, or the pressure has just begun.
         seconds: between two readings.
     """
     while True:
-        before = pressure.share
+        before, calm = pressure.share, pressure.level is Level.CALM
         try:
             level = source()
         except (OSError, ValueError):  # a group that is being moved or removed
             level = Level.CALM
-        if pressure.step(level, time.monotonic()) != before:
+        share = pressure.step(level, time.monotonic())
+        if share != before or (calm and level is not Level.CALM):
             changed()
         await anyio.sleep(seconds)

@@ -15,7 +15,7 @@ from ..io.loop import IoLoop
 from ..models.experts import install_parameters
 from .errors import EngineClosed, EngineDead
 from .machine import trim_memory
-from .pressure import Pressure, Source, watch
+from .pressure import Level, Pressure, Source, watch
 from .slots import SlotPool
 from .store import ExpertStore
 
@@ -47,6 +47,7 @@ class Resizer:
         wake: called when the share has changed, so that an idle engine does not wait for a request;
             from any thread.
         clock: seconds, for the bound on a pause.
+        spare: lets go of what leaves before any slot does; whether there was anything.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Resizer:
         self.resizes = 0
         self.wake: Callable[[], None] = lambda: None
         self.clock: Callable[[], float] = time.monotonic
+        self.spare: Callable[[], bool] = lambda: False
         self._done_share = 1.0  # all pools have the sizes of this share
 
     def target(self, group: int) -> int:
@@ -74,8 +76,12 @@ class Resizer:
     def apply(self, seconds: float = PAUSE_SECONDS) -> None:
         """Resize pools until all fit the share or the time is over. Between forwards only.
 
+        What can be spared leaves at the first sign of pressure, and stays away while it lasts.
         Shrinks before it grows: the layers that shrink make room for others.
         """
+        if self.pressure.level is not Level.CALM and self.spare():
+            mx.clear_cache()
+            trim_memory()
         share = self.pressure.share
         if share == self._done_share or not self._modules:
             return

@@ -137,6 +137,7 @@ class Scheduler:
         limits = core.loaded.limits
         while not limits.fit([row.length + 1 for row in self._running]):
             last = max(self._running, key=lambda row: row.order)
+            self._keep(core, last)
             self._put_back(core, last)
 
     def _put_back(self, core: Core, row: Row) -> None:
@@ -199,6 +200,8 @@ class Scheduler:
             return
         if drawn is None:
             return
+        if loaded.kept is not None:
+            row.keep(loaded.kept, row.cache, logits)
         self._filling = None
         self._batch.join([row])
         self._take(core, [row], [drawn], begun)
@@ -297,7 +300,7 @@ class Scheduler:
             raise core.loop.failure
         self._failures += len(rows) > 1
         if isinstance(error, Cancelled | ReadsPurged):
-            self._end(core, [(row, "cancelled") for row in rows])
+            self._end(core, [(row, "cancelled") for row in rows], sound=False)
         elif len(rows) == 1 or self._failures > 1:
             for row in rows:
                 self._fail(core, row, error)
@@ -308,8 +311,12 @@ class Scheduler:
             for row in rows:
                 self._put_back(core, row)
 
-    def _end(self, core: Core, ended: Sequence[tuple[Row, FinishReason]]) -> None:
-        """Requests have ended in a result."""
+    def _end(
+        self, core: Core, ended: Sequence[tuple[Row, FinishReason]], *, sound: bool = True
+    ) -> None:
+        """Requests have ended in a result; their caches are not ``sound`` in a broken forward."""
+        for row, _ in ended:
+            self._keep(core, row, sound=sound)
         self._leave(core, [row for row, _ in ended])
         for row, finish in ended:
             result = row.result(finish)
@@ -318,6 +325,11 @@ class Scheduler:
             if finish == "cancelled" and row.request.expired and timeout is not None:
                 outcome = Failed(RequestTimeout(timeout, result if row.begun else None))
             self._send(core, row, outcome)
+
+    def _keep(self, core: Core, row: Row, *, sound: bool = True) -> None:
+        """Offer what a request has computed to the prompt cache."""
+        if core.loaded.kept is not None and (sound or len(self._batch.rows) < 2):
+            row.keep(core.loaded.kept, self._batch.cache_of(row), sound=sound)
 
     def _fail(self, core: Core, row: Row, error: Exception) -> None:
         """A request has ended in an error."""

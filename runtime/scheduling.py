@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from .errors import EngineBusy
-from .plan import SLACK, Plan
+from .plan import Plan, spare_bytes
 from .sizes import CacheSize
 
 DEFAULT_RUNNING = 8
@@ -109,8 +109,8 @@ def make_limits(
 def planned_requests(plan: Plan, max_running: int) -> int:
     """For how many requests at full context caches are worth their memory.
 
-    As many as take an eighth of the slots' memory beyond the first one's (arbitrary: requests that
-    run together need fewer bytes from the drive for each token, but slots save bytes as well).
+    As many as what can be spared holds beyond the first one's: requests that run together need
+    fewer bytes from the drive for each token, but slots save bytes as well.
 
     Args:
         plan: with caches for one request.
@@ -118,10 +118,7 @@ def planned_requests(plan: Plan, max_running: int) -> int:
     """
     if plan.budget is None or not plan.kv_bytes:
         return 1
-    spare = min(plan.slot_bytes // 8, (plan.budget - plan.minimum) // 2)
-    # A model that is held whole leaves memory that nothing else has a use for.
-    spare = max(spare, int(plan.budget * (1 - SLACK)) - plan.total_bytes)
-    return max(min(max_running, 1 + spare // plan.kv_bytes), 1)
+    return max(min(max_running, 1 + spare_bytes(plan) // plan.kv_bytes), 1)
 
 
 class Entrance:

@@ -137,6 +137,7 @@ def serve(
     prefetch: options.Prefetch = "off",
     trace: options.Trace = None,
     read_timeout: options.ReadTimeout = None,
+    prompt_cache: options.PromptCacheSize = None,
     debug: options.Debug = False,
 ) -> None:
     """Answer over HTTP as OpenAI's and Anthropic's APIs do, with a page at /.
@@ -183,6 +184,7 @@ def serve(
         # The server refuses what is too much; those who have left it may still be in the engine.
         max_waiting=max_waiting + max_running,
         prefill_chunk=prefill_chunk,
+        prompt_cache=prompt_cache,
     )
     if not run_server(opened, settings, host=host, port=port, drain=drain):
         raise typer.Exit(1)

@@ -49,6 +49,7 @@ class EngineOptions:
     max_running: int | None = None
     max_waiting: int | None = None
     prefill_chunk: int | None = None
+    prompt_cache: int | bool | None = None
 
 
 async def open_engine(options: EngineOptions) -> Engine:
@@ -57,7 +58,8 @@ async def open_engine(options: EngineOptions) -> Engine:
     from .prefetch import PrefetchConfig
 
     arguments: dict[str, Any] = asdict(options)
-    for name in ("lanes", "read_timeout", "max_running", "max_waiting", "prefill_chunk"):
+    knows = ("lanes", "read_timeout", "max_running", "max_waiting", "prefill_chunk", "prompt_cache")
+    for name in knows:
         if arguments[name] is None:  # the engine knows its defaults
             del arguments[name]
     if options.prefetch == "on":
@@ -93,18 +95,52 @@ async def follow(
     return result
 
 
+async def load_prompts(engine: Engine, path: Path | None) -> None:
+    """Take up the prompts that an earlier run has saved."""
+    if path is not None:
+        await engine.load_prompt_cache(path)
+
+
+def _existing(path: Path | None) -> Path | None:
+    return path if path is not None and path.exists() else None
+
+
+async def save_prompts(engine: Engine, path: Path | None) -> None:
+    """Save the prompts for the next run; a dead engine has none."""
+    if path is not None and engine.alive:
+        await engine.save_prompt_cache(path)
+
+
 def run_prompt(
-    options: EngineOptions, prompt: Prompt, sampling: SamplingArguments, *, quiet: bool
+    options: EngineOptions,
+    prompt: Prompt,
+    sampling: SamplingArguments,
+    *,
+    quiet: bool,
+    prompts: Path | None = None,
 ) -> tuple[Generation, Plan]:
-    """Generate one answer; unless quiet, it is written to standard output as it comes."""
+    """Generate one answer; unless quiet, it is written to standard output as it comes.
+
+    Args:
+        options: what to open and how.
+        prompt: text or messages.
+        sampling: of the answer.
+        quiet: write nothing.
+        prompts: file of saved prompts, read before and written behind the answer.
+    """
     check_request(prompt, sampling)
+    earlier = _existing(prompts)
 
     async def generate() -> tuple[Generation, Plan]:
         async with await open_engine(options) as engine:
+            await load_prompts(engine, earlier)
             if quiet:
-                return await engine.generate(prompt, **sampling), engine.plan
-            note_changes(options, engine.plan, sampling)
-            return await follow(engine, prompt, sampling, show), engine.plan
+                result = await engine.generate(prompt, **sampling)
+            else:
+                note_changes(options, engine.plan, sampling)
+                result = await follow(engine, prompt, sampling, show)
+            await save_prompts(engine, prompts)
+            return result, engine.plan
 
     result, plan = run_until_signal(generate())
     if not quiet:
@@ -134,8 +170,9 @@ def stats_line(result: Generation) -> str:
 
     stats = result.stats
     first = stats.time_to_first_token
+    cached = f" ({result.cached_tokens} cached)" if result.cached_tokens else ""
     parts = [
-        f"prompt {result.prompt_tokens} tokens in {first:.{2 if first < 100 else 0}f} s",
+        f"prompt {result.prompt_tokens} tokens{cached} in {first:.{2 if first < 100 else 0}f} s",
         f"answer {len(result.tokens)} at {stats.decode_tokens_per_second:.1f}/s",
     ]
     if stats.hits + stats.misses == 0:
@@ -222,19 +259,35 @@ def _limit_of(model: str) -> int | None:
 
 
 def chat(
-    options: EngineOptions, sampling: SamplingArguments, *, system: str | None, stats: bool
+    options: EngineOptions,
+    sampling: SamplingArguments,
+    *,
+    system: str | None,
+    stats: bool,
+    prompts: Path | None = None,
 ) -> None:
     """Answer lines from standard input until it ends.
 
     Lines are read outside of the event loop, where Ctrl-C is a KeyboardInterrupt at once; inside of
     it, it cancels the answer.
+
+    Args:
+        options: what to open and how.
+        sampling: of each answer.
+        system: message before the first line.
+        stats: tell what each answer cost.
+        prompts: file of saved prompts, read at the beginning and written at the end.
     """
     check_request("x", sampling)
     with asyncio.Runner() as runner:
         engine = runner.run(open_engine(options))
         try:
             note_changes(options, engine.plan, sampling)
-            _Chat(runner, engine, sampling, system, stats).loop()
+            runner.run(load_prompts(engine, _existing(prompts)))
+            try:
+                _Chat(runner, engine, sampling, system, stats).loop()
+            finally:
+                runner.run(save_prompts(engine, prompts))
         finally:
             runner.run(engine.aclose())
 

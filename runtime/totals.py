@@ -18,7 +18,7 @@ class Totals:
 
     def __init__(self) -> None:
         self.finished = self.failed = self.cancelled = 0
-        self.prompt_tokens = self.tokens = 0
+        self.prompt_tokens = self.cached_tokens = self.tokens = 0
         self.running: tuple[Row, ...] = ()
         self.ended = StepCounters()
 
@@ -30,6 +30,7 @@ class Totals:
             self.cancelled += outcome.finish_reason == "cancelled"
             self.finished += outcome.finish_reason != "cancelled"
             self.prompt_tokens += outcome.prompt_tokens
+            self.cached_tokens += outcome.cached_tokens
             self.tokens += len(outcome.tokens)
         self.ended.add(counters)
 
@@ -38,7 +39,7 @@ class Totals:
         running, current = self.running, StepCounters()
         for row in running:
             current.add(row.counters)
-        limits = core.loaded.limits
+        limits, kept = core.loaded.limits, core.loaded.kept
         counters, groups = core.store.counters, core.store.groups
         layers = len(core.plan.slots)
         return Statistics(
@@ -48,6 +49,10 @@ class Totals:
             requests_failed=self.failed,
             requests_cancelled=self.cancelled,
             prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            prompt_cache_sequences=0 if kept is None else len(kept.index),
+            prompt_cache_bytes=0 if kept is None else kept.nbytes,
+            prompt_cache_evicted=0 if kept is None else kept.index.evicted,
             tokens=self.tokens,
             hits=counters.hits,
             misses=counters.misses + counters.joins,

@@ -168,7 +168,7 @@ def test_run_json_is_what_the_engine_gives(model: str) -> None:
     assert done.stdout.count("\n") == 1
     assert value.keys() == {
         *("model", "slots", "context"),
-        *("text", "tokens", "finish_reason", "prompt_tokens", "stats"),
+        *("text", "tokens", "finish_reason", "prompt_tokens", "cached_tokens", "stats"),
     }
     assert (value["model"], value["slots"], value["context"]) == (model, 12 * [16], 2048)
     assert tuple(value["tokens"]) == expected.tokens

@@ -254,8 +254,8 @@ async def arrive_together(engine: Engine, asked: Asked) -> list[Generation]:
     hold = Hold()
     engine._thread.submit(hold)
     tasks = [asyncio.create_task(engine.generate(prompt, **rest)) for prompt, rest in asked]
-    while engine._thread.waiting < len(asked):
-        await asyncio.sleep(0)
+    await asyncio.sleep(0)  # each submits in its first step
+    assert engine._thread.waiting == len(asked)
     hold.gate.open()
     return await asyncio.gather(*tasks)
 

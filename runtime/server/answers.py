@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
@@ -55,11 +55,13 @@ class Ended:
         reason: why it ended.
         stop: the stop text that ended it, if one did.
         tokens: generated.
+        cached: tokens of its prompt that were not computed again.
     """
 
     reason: Ending
     stop: str | None
     tokens: int
+    cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ class PlainReader:
         if chunk.finish_reason == "stop":
             stop = find_stop(self._tokenizer, chunk.result, self._stops)
         reason: Ending = "stop" if chunk.finish_reason == "stop" else "length"
-        return Ended(reason, stop, len(chunk.result.tokens))
+        return Ended(reason, stop, len(chunk.result.tokens), chunk.result.cached_tokens)
 
 
 class ChatReader(PlainReader):
@@ -153,7 +155,7 @@ class ChatReader(PlainReader):
             parts = parts[: 1 + next(i for i, p in enumerate(parts) if isinstance(p, ToolCall))]
             ended, self.done = Ended("tool_calls", None, self._count), True
         elif ended is not None and ended.reason == "stop" and self._called:
-            ended = Ended("tool_calls", ended.stop, ended.tokens)
+            ended = replace(ended, reason="tool_calls")
         return Piece(tuple(parts), chunk.logprob, ended)
 
     def _sort(self, segments: Iterable[tuple[str, str]]) -> Iterator[Text | Thought | ToolCall]:

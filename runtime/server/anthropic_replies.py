@@ -23,7 +23,7 @@ class MessageStream:
 
     def begin(self) -> bytes:
         """The message without content."""
-        message = _message(self._head, [], None, 0)
+        message = _message(self._head, [], None)
         return _event("message_start", message=message) + self.keep_alive
 
     def piece(self, index: int, piece: Piece) -> bytes:
@@ -36,7 +36,7 @@ class MessageStream:
     def end(self) -> bytes:
         """Why it ended, and the count of tokens."""
         delta = _ending(self._ended)
-        usage = {"output_tokens": self._ended.tokens}
+        usage = _usage(self._head, self._ended)  # what was cached is known only now
         return (
             self._close()
             + _event("message_delta", delta=delta, usage=usage)
@@ -101,12 +101,10 @@ class MessageWhole:
                 blocks[-1][key] += part.text
             else:
                 blocks.append(_text_block(part))
-        return _message(self._head, blocks, self._answer.ended, self._answer.ended.tokens)
+        return _message(self._head, blocks, self._answer.ended)
 
 
-def _message(
-    head: Head, content: list[dict[str, Any]], ended: Ended | None, tokens: int
-) -> dict[str, Any]:
+def _message(head: Head, content: list[dict[str, Any]], ended: Ended | None) -> dict[str, Any]:
     return {
         "id": head.key,
         "type": "message",
@@ -114,7 +112,20 @@ def _message(
         "model": head.model,
         "content": content,
         **_ending(ended),
-        "usage": {"input_tokens": sum(head.prompts), "output_tokens": tokens},
+        "usage": _usage(head, ended),
+    }
+
+
+def _usage(head: Head, ended: Ended | None) -> dict[str, int]:
+    """The counts of tokens; those that were read from the prompt cache are no input tokens."""
+    prompt = sum(head.prompts)
+    if ended is None:
+        return {"input_tokens": prompt, "output_tokens": 0}
+    return {
+        "input_tokens": prompt - ended.cached,
+        "cache_read_input_tokens": ended.cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": ended.tokens,
     }
 
 

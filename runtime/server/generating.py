@@ -216,6 +216,7 @@ def _figures(record: Record, chunk: Chunk) -> None:
         return
     stats, figures = result.stats, record.figures
     figures["tokens"] = figures.get("tokens", 0) + len(result.tokens)
+    figures["cached_tokens"] = figures.get("cached_tokens", 0) + result.cached_tokens
     figures["finish"] = result.finish_reason
     figures["queued_seconds"] = round(stats.queued_seconds, 4)
     figures["first_token_seconds"] = round(stats.time_to_first_token, 4)

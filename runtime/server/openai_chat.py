@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..api import TokenLogprob
-from .answers import Piece, Text, Thought, ToolCall
+from .answers import Ended, Piece, Text, Thought, ToolCall
 from .errors import ApiError
 from .replies import Collected, Head, finite, frame, token_text
 
@@ -22,7 +23,7 @@ class ChatStream:
         self._head = head
         self._calls = [0] * head.answers
         self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(head.answers)]
-        self._tokens = 0
+        self._ended: dict[int, Ended] = {}
 
     def begin(self) -> bytes:
         """The role of each answer."""
@@ -35,7 +36,7 @@ class ChatStream:
             self._logprobs[index].append(piece.logprob)
         frames = [self._chunk(index, self._delta(index, part)) for part in piece.parts]
         if piece.ended is not None:
-            self._tokens += piece.ended.tokens
+            self._ended[index] = piece.ended
             frames.append(self._chunk(index, {}, piece.ended.reason))
         return b"".join(frames)
 
@@ -43,7 +44,7 @@ class ChatStream:
         """Usage, when asked for, and the end mark."""
         usage = b""
         if self._head.usage:
-            counts = usage_of(self._head, self._tokens)
+            counts = usage_of(self._head, [self._ended[index] for index in sorted(self._ended)])
             usage = frame(self._envelope([]) | {"usage": counts})
         return usage + DONE
 
@@ -99,8 +100,7 @@ class ChatWhole:
             }
             for index, answer in enumerate(self._answers)
         ]
-        tokens = sum(answer.ended.tokens for answer in self._answers)
-        usage = usage_of(self._head, tokens)
+        usage = usage_of(self._head, [answer.ended for answer in self._answers])
         return envelope(self._head, "chat.completion", choices) | {"usage": usage}
 
 
@@ -126,13 +126,22 @@ def envelope(head: Head, kind: str, choices: list[dict[str, Any]]) -> dict[str, 
     }
 
 
-def usage_of(head: Head, tokens: int) -> dict[str, int]:
-    """The counts of tokens; a prompt counts once however many answers it gets."""
-    prompt = sum(head.prompts)
+def usage_of(head: Head, ended: Sequence[Ended]) -> dict[str, Any]:
+    """The counts of tokens; a prompt counts once however many answers it gets.
+
+    Args:
+        head: of the reply.
+        ended: how each answer has ended, in their order.
+    """
+    prompt, tokens = sum(head.prompts), sum(one.tokens for one in ended)
+    cached = [one.cached for one in ended]
+    # What the first of its answers to come had to compute was computed.
+    reused = (min(cached[i : i + head.choices]) for i in range(0, len(cached), head.choices))
     return {
         "prompt_tokens": prompt,
         "completion_tokens": tokens,
         "total_tokens": prompt + tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(reused)},
     }
 
 

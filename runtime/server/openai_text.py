@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..api import TokenLogprob
-from .answers import Piece, Text
+from .answers import Ended, Piece, Text
 from .errors import ApiError
 from .openai_chat import DONE, envelope, usage_of
 from .replies import Collected, Head, finite, frame, token_text
@@ -19,7 +19,7 @@ class TextStream:
     def __init__(self, head: Head) -> None:
         self._head = head
         self._offsets = [0] * head.answers
-        self._tokens = 0
+        self._ended: dict[int, Ended] = {}
 
     def begin(self) -> bytes:
         """The prompts, when they are to be echoed."""
@@ -34,7 +34,7 @@ class TextStream:
         """The text of a token."""
         text = "".join(part.text for part in piece.parts if isinstance(part, Text))
         if piece.ended is not None:
-            self._tokens += piece.ended.tokens
+            self._ended[index] = piece.ended
         elif not text and piece.logprob is None:
             return b""
         logprobs = None
@@ -48,7 +48,7 @@ class TextStream:
         """Usage, when asked for, and the end mark."""
         usage = b""
         if self._head.usage:
-            counts = usage_of(self._head, self._tokens)
+            counts = usage_of(self._head, [self._ended[index] for index in sorted(self._ended)])
             usage = frame(envelope(self._head, "text_completion", []) | {"usage": counts})
         return usage + DONE
 
@@ -83,8 +83,7 @@ class TextWhole:
                 logprobs = logprobs_json(self._head.tokenizer, answer.logprobs, 0)
             text = echoed(self._head, index) + answer.text
             choices.append(_choice(index, text, logprobs, answer.ended.reason))
-        tokens = sum(answer.ended.tokens for answer in self._answers)
-        usage = usage_of(self._head, tokens)
+        usage = usage_of(self._head, [answer.ended for answer in self._answers])
         return envelope(self._head, "text_completion", choices) | {"usage": usage}
 
 
