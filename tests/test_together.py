@@ -253,6 +253,7 @@ async def arrive_together(engine: Engine, asked: Asked) -> list[Generation]:
     """All requests have arrived before the first is looked at."""
     hold = Hold()
     engine._thread.submit(hold)
+    hold.gate.wait_entered()
     tasks = [asyncio.create_task(engine.generate(prompt, **rest)) for prompt, rest in asked]
     await asyncio.sleep(0)  # each submits in its first step
     assert engine._thread.waiting == len(asked)
