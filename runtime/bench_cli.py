@@ -14,9 +14,10 @@ from .terminal import interrupts_held, note, print_json, run_until_signal
 from .trace_cli import _count, _list, _share
 
 if TYPE_CHECKING:
-    from .bench.cells import Cell, Suite
+    from .bench.cells import Cell
+    from .bench.job import Bench
     from .bench.rows import Row
-    from .bench.runner import Bench
+    from .bench.suite_file import Suite
 
 _CELLS, _HOW = "What to measure", "How to measure"
 
@@ -163,8 +164,8 @@ def run(
     with interrupts_held():
         import mlx.core as mx
 
+        from .bench.job import Bench
         from .bench.rivals import parse_rival
-        from .bench.runner import Bench
         from .core import DEFAULT_LANES
 
     given = {
@@ -200,8 +201,9 @@ def run(
 def _measure(bench: Bench, csv: Path, json_output: bool) -> None:
     """Run, write, print; Ctrl-C keeps what there is."""
     from .bench.display import print_tables, row_line, summary_json, watching
+    from .bench.job import Listener
     from .bench.rows import Ledger
-    from .bench.runner import Listener, run_bench
+    from .bench.runner import run_bench
 
     ledger = Ledger(csv)
     rows: list[Row] = []
@@ -253,7 +255,7 @@ def plot(
 
 
 def _suite(name: str, given: dict[str, str | None]) -> Suite:
-    from .bench.cells import load_suite
+    from .bench.suite_file import load_suite
 
     for option, value in given.items():
         if value is not None:

@@ -10,9 +10,12 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -20,8 +23,8 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from moestream.runtime.bench import bound, cells, drives, figures, plots, seats, summary
-from moestream.runtime.bench.arms import EngineArm, ResidentArm, Sample
+from moestream.runtime.bench import bound, cells, drives, figures, plots, seats, suite_file, summary
+from moestream.runtime.bench.arms import EngineArm, Sample
 from moestream.runtime.bench.cells import Budget, Cell
 from moestream.runtime.bench.errors import (
     BenchError,
@@ -30,12 +33,14 @@ from moestream.runtime.bench.errors import (
     RivalFailed,
     SuiteInvalid,
 )
+from moestream.runtime.bench.job import Bench, Listener
 from moestream.runtime.bench.machine import cpu_name
 from moestream.runtime.bench.padding import Throttle, padded_records
+from moestream.runtime.bench.resident import ResidentArm
 from moestream.runtime.bench.rivals import parse_output, parse_rival, run_rival
 from moestream.runtime.bench.rows import COLUMNS, Ledger, Row, read_rows
-from moestream.runtime.bench.runner import Bench, Listener, run_bench
-from moestream.runtime.bench.texts import prompt_of, prompt_text
+from moestream.runtime.bench.runner import run_bench
+from moestream.runtime.bench.texts import prompt_of, prompt_text, recorded_routing
 from moestream.runtime.cli import app
 
 from .conftest import DEMO
@@ -189,16 +194,16 @@ def test_arms_that_do_not_fit_are_opened_in_turn() -> None:
     assert seats.batches({}, 8) == []
 
 
-@pytest.mark.parametrize("name", cells.suite_names())
+@pytest.mark.parametrize("name", suite_file.suite_names())
 def test_suites_of_the_package(name: str) -> None:
-    suite = cells.load_suite(name)
+    suite = suite_file.load_suite(name)
     assert suite.title
     assert {cell.kind for cell in suite.cells} == set(cells.KINDS)
     assert (suite.model == "demo") == (name != "gpu")
 
 
 def test_gpu_suite_is_about_slots() -> None:
-    made = [cell for cell in cells.load_suite("gpu").cells if cell.kind == "decode"]
+    made = [cell for cell in suite_file.load_suite("gpu").cells if cell.kind == "decode"]
     assert sorted({cell.budget.slots or 0 for cell in made}) == [16, 32, 64, 96, 128]
     assert {cell.context for cell in made} == {128, 2048}
 
@@ -229,7 +234,7 @@ def test_suites_that_make_no_sense(text: str, problem: str, tmp_path: Path) -> N
     path = tmp_path / "own.toml"
     path.write_text(text)
     with pytest.raises(SuiteInvalid) as caught:
-        cells.load_suite(str(path))
+        suite_file.load_suite(str(path))
     assert problem in str(caught.value)
     assert str(path) in str(caught.value)
 
@@ -237,7 +242,7 @@ def test_suites_that_make_no_sense(text: str, problem: str, tmp_path: Path) -> N
 def test_suite_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
     path.write_text(CELLS + 'slots = [4, 8]\narms = "off"\nrepeats = 2\ntokens = 3')
-    suite = cells.load_suite(str(path))
+    suite = suite_file.load_suite(str(path))
     assert (suite.name, suite.model, suite.record_mb) == ("own", None, None)
     assert suite.cells == tuple(
         Cell("decode", Budget(slots=n), "cold", ("off",), 8, 1, 3, 2) for n in (4, 8)
@@ -246,7 +251,7 @@ def test_suite_from_a_file(tmp_path: Path) -> None:
 
 def test_unknown_suite_names_those_that_there_are() -> None:
     with pytest.raises(SuiteInvalid, match="there are cpu, gpu, quick"):
-        cells.load_suite("nonsense")
+        suite_file.load_suite("nonsense")
 
 
 # -- prompts
@@ -270,6 +275,40 @@ def test_prompts_differ_by_seed_and_do_without_a_tokenizer() -> None:
     assert prompt_text(1, 5) != prompt_text(2, 5)
     ids = prompt_of(None, 50, 1, vocabulary=7)
     assert len(ids) == 50 and set(ids) <= set(range(7))
+
+
+def test_prompts_of_recorded_routing_are_steps_in_a_row(tmp_path: Path) -> None:
+    assert recorded_routing(tmp_path, {}) is None
+    assert recorded_routing(tmp_path, {"moestream_routing": {"steps": 3}}) is None
+    about = {"first_token": 10, "steps": 5, "description": "of the demo model"}
+    (tmp_path / "routing.json").write_text(json.dumps(about))
+    routing = recorded_routing(tmp_path, {})
+    assert routing == recorded_routing(Path(), {"moestream_routing": about}) is not None
+    assert routing is not None and routing.description == "of the demo model"
+    ids = routing.prompt(12, 4)
+    assert ids == routing.prompt(12, 4) and set(ids) == set(range(10, 15))
+    assert all(b == a + 1 or (a, b) == (14, 10) for a, b in pairwise(ids))
+
+
+async def test_predictions_of_recorded_routing_are_made_noisy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+
+    def noisy_lookahead(engine: Any) -> Future[None]:
+        asked.append(engine)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    fake = types.ModuleType("moestream.runtime.bench.routing")
+    fake.noisy_lookahead = noisy_lookahead  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    for name, routed in (("ours", False), ("off", True), ("ours", True)):
+        arm = await EngineArm.open(DEMO, name, routed=routed, throttle=None, slots=16, context=64)
+        engine = arm.engine
+        await arm.aclose()
+    assert asked == [engine]  # the only one that predicts recorded routing
 
 
 # -- the ledger
@@ -428,7 +467,7 @@ async def test_samples_count_what_the_drive_has_read(tmp_path: Path) -> None:
         return done
 
     with padded_records(tmp_path, int(RECORD_MB * 1e6)):
-        arm = await EngineArm.open(DEMO, "off", config={}, throttle=None, slots=12, context=64)
+        arm = await EngineArm.open(DEMO, "off", routed=False, throttle=None, slots=12, context=64)
         try:
             arm.engine._core.store.reader.preadv = reading
             taken = await arm.prefill(list(range(100, 120)))
@@ -443,7 +482,7 @@ async def test_samples_count_what_the_drive_has_read(tmp_path: Path) -> None:
 
 
 async def test_arms_give_the_same_tokens_to_time() -> None:
-    engine = await EngineArm.open(DEMO, "ours", config={}, throttle=None, slots=16, context=64)
+    engine = await EngineArm.open(DEMO, "ours", routed=False, throttle=None, slots=16, context=64)
     resident = await ResidentArm.open(DEMO, widen=True)
     try:
         for arm in (engine, resident):
@@ -871,6 +910,27 @@ def test_cost_by_layer_against_the_smallest() -> None:
     ]
     assert [cost for _, cost, _, _ in figures.relative(rows, "layers", host=True)] == [1.0, 0.5]
     assert figures.relative([], "layers") == []
+
+
+def test_scaling_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from scripts import bench_scaling
+
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "rows.csv"
+    sizes = ["--layers", "2", "3", "--experts", "4", "8", "--callers", "1", "2"]
+    small = ["--hidden", "64", "--inner", "64", "--tokens", "2", "--repeats", "1"]
+    bench_scaling.main([*sizes, *small, "--arms", "off", "--csv", str(path)])
+    rows = read_rows(path)
+    assert [(row.kind, row.layers, row.experts, row.callers) for row in rows] == [
+        ("scale-layers", 2, 4, 1),
+        ("scale-layers", 3, 4, 1),
+        ("scale-experts", 2, 4, 1),
+        ("scale-experts", 2, 8, 1),
+        ("scale-callers", 2, 4, 1),
+        ("scale-callers", 2, 4, 2),
+    ]
+    assert all(row.host_ms and row.hit_rate is not None and row.n == 1 for row in rows)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["rows.csv"]
 
 
 def test_plot_without_rows_and_without_matplotlib(
