@@ -69,7 +69,7 @@ def look_at(model: str | Path, *, suite: str, conditions: str) -> BenchModel:
     Args:
         model: directory or Hub id.
         suite: name for the rows.
-        conditions: a note for the rows.
+        conditions: what is not as usual, for the rows.
 
     Raises:
         MoestreamError: it cannot be streamed.
@@ -81,7 +81,7 @@ def look_at(model: str | Path, *, suite: str, conditions: str) -> BenchModel:
         routing = recorded_routing(blueprint.checkpoint.directory, blueprint.lazy.config)
         row = Row(
             suite=suite,
-            note=conditions,
+            conditions=conditions,
             routing="" if routing is None else routing.description,
             **facts(),
             **model_facts(prepared, records),

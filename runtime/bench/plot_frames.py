@@ -92,6 +92,17 @@ def headroom(axes: Any) -> None:
         axis.set_ylim(0, 1.08 * axis.get_ylim()[1])
 
 
+def log_axis(axis: Any, label: str) -> None:
+    """A logarithmic axis with plain numbers."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.yaxis.set_minor_formatter(NullFormatter())
+    axis.set_ylabel(label)
+
+
 def style_of(arm: str, arms: Sequence[str]) -> dict[str, Any]:
     others = [other for other in arms if other not in _STYLES]
     colour, mark = _STYLES.get(arm) or _OTHERS[others.index(arm) % len(_OTHERS)]

@@ -15,6 +15,7 @@ from .plot_frames import (
     finish,
     grouped,
     headroom,
+    log_axis,
     name_places,
     panels,
     slot_axis,
@@ -22,6 +23,9 @@ from .plot_frames import (
     styled,
 )
 from .rows import Row
+
+WIDE = 8
+"""Ratio of the longest to the shortest time from which on an axis is logarithmic (arbitrary)."""
 
 LIMIT = 1.15
 """What one more layer, expert or caller may cost at most, against the smallest count."""
@@ -74,6 +78,8 @@ def _tokens(setting: Setting) -> Any:
     caches = values_of(streamed, lambda row: row.cache)
     counts, names = slot_axis(streamed)
     arms = arms_of(rows)
+    times = values_of(rows, lambda row: row.ms_per_token)
+    wide = times[-1] > WIDE * times[0]
     figure, axes = panels(len(contexts), len(caches))
     for line, context in zip(axes, contexts, strict=True):
         for axis, cache in zip(line, caches, strict=True):
@@ -92,7 +98,10 @@ def _tokens(setting: Setting) -> Any:
             name_places(axis, names, "experts held per layer")
             axis.set_title(f"{_reads(cache)}, behind {context} tokens")
         line[0].set_ylabel("ms per token")
-        headroom(line[:1])
+        if wide:
+            log_axis(line[0], "ms per token (logarithmic)")
+        else:
+            headroom(line[:1])
     return figure
 
 
