@@ -481,6 +481,16 @@ async def test_samples_count_what_the_drive_has_read(tmp_path: Path) -> None:
             await arm.aclose()
 
 
+async def test_callers_that_are_not_computed_together_are_told_of() -> None:
+    common: dict[str, Any] = {"routed": False, "throttle": None, "slots": 16, "context": 64}
+    arm = await EngineArm.open(DEMO, "off", max_running=2, **common)
+    try:
+        assert [arm.remark(1), arm.remark(2)] == ["", ""]
+        assert arm.remark(3) == "computes 2 at once"
+    finally:
+        await arm.aclose()
+
+
 async def test_arms_give_the_same_tokens_to_time() -> None:
     engine = await EngineArm.open(DEMO, "ours", routed=False, throttle=None, slots=16, context=64)
     resident = await ResidentArm.open(DEMO, widen=True)
@@ -693,7 +703,7 @@ async def test_a_rival_that_is_not_there() -> None:
         await ask("x=./no-such-program", 5)
 
 
-@pytest.mark.parametrize("text", ["name", "=x", "name=", "name='"])
+@pytest.mark.parametrize("text", ["name", "=x", "name=", "name='", "ours=x"])
 def test_rivals_have_a_name_and_a_command(text: str) -> None:
     with pytest.raises(BenchError):
         parse_rival(text)
@@ -750,6 +760,8 @@ def test_suite_on_the_command_line(tmp_path: Path) -> None:
         (["--arms", "theirs"], "resident, off, fifo, ours"),
         (["--throttle", "fast"], "'fast' is not a rate"),
         (["--tokens", "0"], "--tokens"),
+        (["--suite", "quick", "--only", "1-99"], "there are cells 1 to 5"),
+        (["--suite", "quick", "--only", "none"], "give numbers such as 1-3,5"),
     ],
     ids=" ".join,
 )
@@ -765,6 +777,26 @@ def test_errors_before_anything_is_opened(tmp_path: Path) -> None:
     path.write_text("a,b\n")
     _, errors = call("--csv", str(path), code=1)
     assert "has other columns" in " ".join(errors.split())
+
+
+def test_cells_are_listed_and_chosen_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    output, _ = call("--suite", "quick", "--list", "--only", "3-4,1", "--repeats", "7")
+    lines = output.splitlines()
+    assert [line.split()[0] for line in lines] == ["1", "3", "4"]
+    assert lines[0] == ("  1  25 %, cold, 24 tokens behind 32: resident, off, fifo, ours; 7 times")
+    listed = json.loads(call("--suite", "quick", "--list", "--json")[0])["cells"]
+    assert [cell["number"] for cell in listed] == [1, 2, 3, 4, 5]
+
+    benches: list[Bench] = []
+
+    async def remember(bench: Bench, listener: Listener) -> None:
+        benches.append(bench)
+
+    monkeypatch.setattr("moestream.runtime.bench.runner.run_bench", remember)
+    monkeypatch.setattr("moestream.runtime.bench_cli._default_csv", lambda: Path(os.devnull))
+    call("--suite", "quick", "--only", "2")
+    assert [cell.cache for cell in benches[0].cells] == ["warm"]
+    assert benches[0].record_mb == 0.5
 
 
 def test_rows_go_to_the_repository_or_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -845,7 +877,9 @@ def plain_rows() -> Iterator[Row]:
                 streamed: dict[str, Any] = (
                     {} if held is None else {"bound_ms": 9.0, "bound_over_measured": 0.6}
                 )
-                own = replace(base, arm=arm, cache=cache, slots=held, context=32, note=arm, **streamed)
+                own = replace(
+                    base, arm=arm, cache=cache, slots=held, context=32, note=arm, **streamed
+                )
                 yield timed(own, 20.0 - slots, kind="decode")
                 yield timed(own, 2.0, kind="prefill")
                 yield timed(own, 10.0, kind="callers")

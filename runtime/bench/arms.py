@@ -75,6 +75,9 @@ class Arm(Protocol):
     async def together(self, prompts: Sequence[Sequence[int]], tokens: int) -> Sample:
         """Time several requests from the first prompt to the last token."""
 
+    def remark(self, callers: int) -> str:
+        """What is to be said of so many callers at once, if anything."""
+
     async def aclose(self) -> None:
         """Free the memory."""
 
@@ -164,6 +167,13 @@ class EngineArm:
         firsts, gaps = zip(*answers, strict=True)
         count = len(prompts) * tokens
         return _difference(before, after, seconds, count, first=max(firsts), gap=max(gaps))
+
+    def remark(self, callers: int) -> str:
+        known = self.engine.statistics()
+        if known.most_running >= callers:
+            return ""
+        reason = f": {known.batch_limit}" if known.batch_limit else ""
+        return f"computes {known.most_running} at once{reason}"
 
     async def aclose(self) -> None:
         await self.engine.aclose()

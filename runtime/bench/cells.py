@@ -76,6 +76,7 @@ class Cell:
         return replace(self, tokens=tokens, repeats=repeats or self.repeats)
 
     def __str__(self) -> str:
+        """In words."""
         what = {
             "decode": f"{self.tokens} tokens behind {self.context}",
             "prefill": f"prompt of {self.context}",

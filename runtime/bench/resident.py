@@ -15,6 +15,7 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model
 
+from ..limits import limits
 from ..machine import return_memory
 from ..streams import leased_streams
 from .arms import NotForThisArm, Sample
@@ -60,6 +61,8 @@ class ResidentArm:
 
     def _load(self, model: Path, widen: bool) -> None:
         self._stack.enter_context(leased_streams())
+        # Budgets of engines that are open beside it would limit it, too.
+        self._stack.enter_context(limits.hold(None))
         self._model = load_model(model)[0]
         if widen:
             self._model.set_dtype(mx.float32)
@@ -101,6 +104,9 @@ class ResidentArm:
 
     async def together(self, prompts: Sequence[Sequence[int]], tokens: int) -> Sample:
         raise NotForThisArm("mlx-lm's generate_step answers one prompt at a time")
+
+    def remark(self, callers: int) -> str:
+        return ""
 
     async def aclose(self) -> None:
         self._given_up.set()

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from .arms import Sample
+from .cells import OUR_ARMS
 from .errors import BenchError, RivalFailed
 
 SHOWN = 200
@@ -70,6 +71,8 @@ def parse_rival(text: str) -> Rival:
         raise BenchError(f"--rival {text!r}: {error}") from error
     if not sign or not name.strip() or not words:
         raise BenchError(f"--rival {text!r}: give NAME=COMMAND")
+    if name.strip() in OUR_ARMS:
+        raise BenchError(f"--rival {text!r}: {name.strip()} is an arm of ours; give another name")
     return Rival(name.strip(), words)
 
 

@@ -101,8 +101,10 @@ class _Group:
             self._row, slots=sum(plan.slots) / len(plan.slots), expert_bytes=self._budget(plan)
         )
         together = batches(needs := self._needs(plan), int(MEMORY_SHARE * memory_left()))
-        self._row = replace(self._row, turns="together" if len(together) == 1 else "in turn")
         for arms in together:
+            # An arm by itself has met the others only if there are none.
+            turns = len(together) == 1 or (len(arms) > 1 and "off" in arms)
+            self._row = replace(self._row, turns="together" if turns else "in turn")
             await self._run_batch(arms, sum(needs[arm] for arm in arms))
         for number, cell in self._numbered():
             for rival in self._bench.rivals:
@@ -163,6 +165,7 @@ class _Group:
             missing |= {arm: _failed(error) for arm, error in seats.problems.items()}
             if self._warm and (reason := await self._warm_files()) is not None:
                 missing |= {arm: Missing("skipped", reason) for arm in arms if arm != RESIDENT}
+            self._check_cold()
             for number, cell in self._numbered():
                 own = [arm for arm in cell.arms if arm in arms]
                 if own:
@@ -185,6 +188,18 @@ class _Group:
             return f"only {100 * share:.0f} % of the experts stay in the page cache"
         return None
 
+    def _check_cold(self) -> None:
+        """Say so where the page cache cannot be kept out of what is to be cold."""
+        if not self._buffered:
+            return
+        dropped = drives.drop(self._buffered)
+        share = drives.cached_share(self._buffered) if dropped else None
+        if not dropped:
+            self._row = _noted(self._row, "unaligned experts may come from the page cache")
+        elif share is not None and share > 1 - drives.WARM_ENOUGH:
+            stayed = f"{100 * share:.0f} % of what is not read directly"
+            self._row = _noted(self._row, f"{stayed} stayed in the page cache")
+
     async def _run_cell(
         self, cell: Cell, arms: Sequence[str], seats: Seats, missing: Mapping[str, Missing]
     ) -> None:
@@ -193,6 +208,8 @@ class _Group:
             self._off[cell] = samples
         for arm in arms:
             row = replace(self._cell_row(cell), arm=arm)
+            if cell.kind == "callers" and isinstance(results[arm], list):
+                row = _noted(row, (await seats.arm(arm)).remark(cell.callers))
             if arm == RESIDENT:
                 row = replace(row, slots=None, share=None, expert_bytes=None, direct_share=None)
             self._hand_out(row, cell, results[arm])
@@ -321,5 +338,5 @@ def _failed(error: Exception) -> Missing:
 
 
 def _noted(row: Row, text: str) -> Row:
-    note = "; ".join(part for part in (row.note, " ".join(text.split())) if part)
-    return replace(row, note=note)
+    parts = dict.fromkeys([*filter(None, row.note.split("; ")), " ".join(text.split())])
+    return replace(row, note="; ".join(filter(None, parts)))
