@@ -70,7 +70,7 @@ def caption(rows: Sequence[Row]) -> str:
     last = rows[-1]
     machine = last.gpu or last.cpu
     parts = [f"{machine}, {last.cores} cores, {(last.memory_bytes or 0) / 2**30:.0f} GiB"]
-    parts.append(f"MLX on the {last.device}")
+    parts.append(f"MLX on the {last.device.upper()}")
     if last.kind.startswith("scale-"):
         model = "synthetic models"
     else:

@@ -136,7 +136,7 @@ def grouped(
     axis: Any, bars: Mapping[tuple[str, int], tuple[Any, str]], arms: Sequence[str]
 ) -> None:
     """Bars side by side, each with its value, or a text, above."""
-    width = 0.8 / max(len(arms), 1)
+    width = min(0.8 / max(len(arms), 1), 0.25)
     for index, arm in enumerate(arms):
         style = style_of(arm, arms)
         own = [(at, *value) for (name, at), value in bars.items() if name == arm]
