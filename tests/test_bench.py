@@ -46,6 +46,7 @@ from moestream.runtime.cli import app
 from .conftest import DEMO
 
 RECORD_MB = 0.1
+ALL_ARMS = ("resident", "off", "fifo", "ours")
 COMMAND = [sys.executable, "-m", "moestream"]
 
 
@@ -395,11 +396,10 @@ def test_throttle_passes_bytes_on(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
     """All arms and kinds of cells, with padded records."""
-    arms = ("resident", "off", "fifo", "ours")
     return run(
-        cell(arms=arms),
-        cell(arms=arms, kind="prefill", context=20, tokens=1),
-        cell(arms=arms, kind="callers", context=4, callers=2, tokens=2),
+        cell(arms=ALL_ARMS),
+        cell(arms=("resident", "off"), kind="prefill", context=20, tokens=1),
+        cell(arms=("resident", "off"), kind="callers", context=4, callers=2, tokens=2),
         suite="tests",
         record_mb=RECORD_MB,
         scratch=tmp_path_factory.mktemp("padding"),
@@ -407,9 +407,10 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
 
 
 def test_every_arm_of_every_cell_has_a_row(measured: list[Row]) -> None:
-    kinds = ("decode", "prefill", "callers")
-    arms = ("resident", "off", "fifo", "ours")
-    assert [(row.kind, row.arm) for row in measured] == [(k, a) for k in kinds for a in arms]
+    assert [(row.kind, row.arm) for row in measured] == [
+        *(("decode", arm) for arm in ALL_ARMS),
+        *((kind, arm) for kind in ("prefill", "callers") for arm in ("resident", "off")),
+    ]
     skipped = [(row.kind, row.arm) for row in measured if row.status == "skipped"]
     assert skipped == [("callers", "resident")]
     assert [row.note for row in measured if row.status == "failed"] == []
@@ -534,6 +535,22 @@ def test_arms_take_turns_and_the_first_turn_is_not_counted(monkeypatch: pytest.M
     assert [row.n for row in rows] == [3, 3, 3]
 
 
+def test_pages_that_stay_in_the_cache_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drives, "cached_share", lambda paths: 0.25)
+    rows = run(cell(repeats=1, tokens=1))
+    assert rows[0].note == "25 % of what is not read directly stayed in the page cache"
+    monkeypatch.setattr(drives, "drop", lambda paths: False)
+    rows = run(cell(repeats=1, tokens=1))
+    assert rows[0].note == "unaligned experts may come from the page cache"
+
+
+def test_files_that_do_not_stay_in_the_cache_are_not_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drives, "cached_share", lambda paths: 0.9)
+    rows = run(cell(cache="warm", arms=("off", "resident"), repeats=1, tokens=1))
+    assert [(row.arm, row.status) for row in rows] == [("off", "skipped"), ("resident", "ok")]
+    assert rows[0].note == "only 90 % of the experts stay in the page cache"
+
+
 def test_warm_reads_pass_through_the_page_cache() -> None:
     (row,) = run(cell(cache="warm"))
     if row.status == "skipped":  # a machine without room for it
@@ -613,6 +630,7 @@ print("loading ...")
 print(json.dumps({"kind": "prefill", "tokens": 8, "seconds": 1, "note": ""}))
 print(json.dumps({"arm": "fake", "kind": "decode", "tokens": int(given["--tokens"]),
                   "seconds": [0.4, 0.8], "bytes_read": [400, 1200], "stall_seconds": None,
+                  "hits": [3, 0], "misses": [1, 4],
                   "note": f"{len(prompts[0])} tokens, {given['--budget-bytes']} bytes"}))
 """
 
@@ -629,7 +647,7 @@ def test_a_rival_is_one_more_arm(tmp_path: Path) -> None:
     off, row = (r for r in rows if r.kind == "decode")
     assert (row.arm, row.status, row.turns, row.n) == ("fake", "ok", "own process", 2)
     assert row.samples_ms == "100 200"
-    assert row.bytes_per_token == 200.0
+    assert (row.bytes_per_token, row.hit_rate) == (200.0, 3 / 8)
     assert row.bound_ms == off.bound_ms and row.bound_ms is not None
     assert row.speedup is not None and row.stall_ms is None
     assert row.note == f"8 tokens, {12 * 16 * 27648} bytes"
@@ -659,6 +677,7 @@ def test_a_failing_rival_is_reported(tmp_path: Path) -> None:
         ("", 'no line with "kind": "decode"'),
         ('{"kind": "prefill"}\n[1]\n{', 'no line with "kind": "decode"'),
         ('{"kind": "decode", "tokens": 4}', "seconds are not 2 numbers: null"),
+        ('{"kind": "decode", "tokens": 4, "seconds": 1}', "seconds are not 2 numbers: 1"),
         ('{"kind": "decode", "tokens": 4, "seconds": [1]}', "seconds are not 2 numbers"),
         ('{"kind": "decode", "tokens": 4, "seconds": [1, "2"]}', "seconds are not 2 numbers"),
         ('{"kind": "decode", "tokens": 4, "seconds": [1, -2]}', "seconds are not 2 numbers"),

@@ -88,6 +88,7 @@ class _Group:
         )
         self._bandwidth: float | None = None
         self._off: dict[Cell, list[Sample]] = {}
+        self._not_cold = ""
 
     async def run(self) -> None:
         """Measure all cells."""
@@ -165,7 +166,7 @@ class _Group:
             missing |= {arm: _failed(error) for arm, error in seats.problems.items()}
             if self._warm and (reason := await self._warm_files()) is not None:
                 missing |= {arm: Missing("skipped", reason) for arm in arms if arm != RESIDENT}
-            self._check_cold()
+            self._not_cold = self._why_not_cold()
             for number, cell in self._numbered():
                 own = [arm for arm in cell.arms if arm in arms]
                 if own:
@@ -188,17 +189,16 @@ class _Group:
             return f"only {100 * share:.0f} % of the experts stay in the page cache"
         return None
 
-    def _check_cold(self) -> None:
-        """Say so where the page cache cannot be kept out of what is to be cold."""
+    def _why_not_cold(self) -> str:
+        """What is to be said where the page cache cannot be kept out of it; "" if it can."""
         if not self._buffered:
-            return
-        dropped = drives.drop(self._buffered)
-        share = drives.cached_share(self._buffered) if dropped else None
-        if not dropped:
-            self._row = _noted(self._row, "unaligned experts may come from the page cache")
-        elif share is not None and share > 1 - drives.WARM_ENOUGH:
-            stayed = f"{100 * share:.0f} % of what is not read directly"
-            self._row = _noted(self._row, f"{stayed} stayed in the page cache")
+            return ""
+        if not drives.drop(self._buffered):
+            return "unaligned experts may come from the page cache"
+        share = drives.cached_share(self._buffered)
+        if share is None or share <= 1 - drives.WARM_ENOUGH:
+            return ""
+        return f"{100 * share:.0f} % of what is not read directly stayed in the page cache"
 
     async def _run_cell(
         self, cell: Cell, arms: Sequence[str], seats: Seats, missing: Mapping[str, Missing]
@@ -212,6 +212,8 @@ class _Group:
                 row = _noted(row, (await seats.arm(arm)).remark(cell.callers))
             if arm == RESIDENT:
                 row = replace(row, slots=None, share=None, expert_bytes=None, direct_share=None)
+            else:
+                row = _noted(row, self._not_cold)
             self._hand_out(row, cell, results[arm])
 
     async def _measure(
