@@ -14,9 +14,10 @@ from .terminal import interrupts_held, note, print_json, run_until_signal
 from .trace_cli import _count, _list, _share
 
 if TYPE_CHECKING:
-    from .bench.cells import Cell, Suite
+    from .bench.cells import Cell
+    from .bench.job import Bench
     from .bench.rows import Row
-    from .bench.runner import Bench
+    from .bench.suite_file import Suite
 
 _CELLS, _HOW = "What to measure", "How to measure"
 
@@ -63,6 +64,13 @@ def run(
             rich_help_panel=_CELLS,
         ),
     ] = None,
+    only: Annotated[
+        str | None,
+        _listed("N-N,N", "Of the cells, those with these numbers; --list shows them."),
+    ] = None,
+    list_cells: Annotated[
+        bool, options.flag("--list", "Print the cells with their numbers, and measure nothing.")
+    ] = False,
     slots: Annotated[str | None, _listed("N,N", "Experts to hold per layer.")] = None,
     share: Annotated[str | None, _listed("X,X", "Share of each layer's experts to hold.")] = None,
     memory: Annotated[str | None, _listed("SIZE,SIZE", "Memory of each engine's process.")] = None,
@@ -163,8 +171,8 @@ def run(
     with interrupts_held():
         import mlx.core as mx
 
+        from .bench.job import Bench
         from .bench.rivals import parse_rival
-        from .bench.runner import Bench
         from .core import DEFAULT_LANES
 
     given = {
@@ -178,12 +186,19 @@ def run(
         "arms": arms,
     }
     chosen = _suite(suite, given) if suite is not None else None
-    cells = _cells(given) if chosen is None else chosen.cells
+    cells = tuple(
+        cell.with_counts(tokens, repeats)
+        for cell in (_cells(given) if chosen is None else chosen.cells)
+    )
+    numbers = _numbers(only, len(cells))
+    if list_cells:
+        _print_cells(cells, numbers, json_output)
+        return
     if device is not None:
         mx.set_default_device(mx.Device(mx.cpu if device == "cpu" else mx.gpu, 0))
     bench = Bench(
         model=_model(model, chosen),
-        cells=tuple(cell.with_counts(tokens, repeats) for cell in cells),
+        cells=tuple(cells[number - 1] for number in numbers),
         suite="" if chosen is None else chosen.name,
         record_mb=record_mb if chosen is None or record_mb is not None else chosen.record_mb,
         throttle=None if throttle is None else _rate(throttle),
@@ -200,8 +215,9 @@ def run(
 def _measure(bench: Bench, csv: Path, json_output: bool) -> None:
     """Run, write, print; Ctrl-C keeps what there is."""
     from .bench.display import print_tables, row_line, summary_json, watching
+    from .bench.job import Listener
     from .bench.rows import Ledger
-    from .bench.runner import Listener, run_bench
+    from .bench.runner import run_bench
 
     ledger = Ledger(csv)
     rows: list[Row] = []
@@ -253,7 +269,7 @@ def plot(
 
 
 def _suite(name: str, given: dict[str, str | None]) -> Suite:
-    from .bench.cells import load_suite
+    from .bench.suite_file import load_suite
 
     for option, value in given.items():
         if value is not None:
@@ -286,6 +302,33 @@ def _cells(given: dict[str, str | None]) -> Sequence[Cell]:
         prefills=prefills,
         callers=callers,
     )
+
+
+def _numbers(text: str | None, last: int) -> list[int]:
+    """The cells that are meant by ``"1-3,5"``."""
+    if text is None:
+        return list(range(1, last + 1))
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, end = part.strip().partition("-")
+        try:
+            found += range(_count(first), _count(end if dash else first) + 1)
+        except ValueError as error:
+            raise typer.BadParameter(f"--only {text!r}: give numbers such as 1-3,5") from error
+    if not found or max(found) > last:
+        raise typer.BadParameter(f"--only {text!r}: there are cells 1 to {last}")
+    return sorted(set(found))
+
+
+def _print_cells(cells: Sequence[Cell], numbers: Sequence[int], json_output: bool) -> None:
+    if json_output:
+        from dataclasses import asdict
+
+        print_json({"cells": [{"number": n, **asdict(cells[n - 1])} for n in numbers]})
+        return
+    for number in numbers:
+        cell = cells[number - 1]
+        typer.echo(f"{number:3}  {cell}: {', '.join(cell.arms)}; {cell.repeats} times")
 
 
 def _one_of(allowed: tuple[str, ...]) -> Any:

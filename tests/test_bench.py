@@ -10,9 +10,12 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -20,8 +23,8 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from moestream.runtime.bench import bound, cells, drives, figures, plots, seats, summary
-from moestream.runtime.bench.arms import EngineArm, ResidentArm, Sample
+from moestream.runtime.bench import bound, cells, drives, figures, plots, seats, suite_file, summary
+from moestream.runtime.bench.arms import EngineArm, Sample
 from moestream.runtime.bench.cells import Budget, Cell
 from moestream.runtime.bench.errors import (
     BenchError,
@@ -30,17 +33,20 @@ from moestream.runtime.bench.errors import (
     RivalFailed,
     SuiteInvalid,
 )
+from moestream.runtime.bench.job import Bench, Listener
 from moestream.runtime.bench.machine import cpu_name
 from moestream.runtime.bench.padding import Throttle, padded_records
+from moestream.runtime.bench.resident import ResidentArm
 from moestream.runtime.bench.rivals import parse_output, parse_rival, run_rival
 from moestream.runtime.bench.rows import COLUMNS, Ledger, Row, read_rows
-from moestream.runtime.bench.runner import Bench, Listener, run_bench
-from moestream.runtime.bench.texts import prompt_of, prompt_text
+from moestream.runtime.bench.runner import run_bench
+from moestream.runtime.bench.texts import prompt_of, prompt_text, recorded_routing
 from moestream.runtime.cli import app
 
 from .conftest import DEMO
 
 RECORD_MB = 0.1
+ALL_ARMS = ("resident", "off", "fifo", "ours")
 COMMAND = [sys.executable, "-m", "moestream"]
 
 
@@ -189,16 +195,16 @@ def test_arms_that_do_not_fit_are_opened_in_turn() -> None:
     assert seats.batches({}, 8) == []
 
 
-@pytest.mark.parametrize("name", cells.suite_names())
+@pytest.mark.parametrize("name", suite_file.suite_names())
 def test_suites_of_the_package(name: str) -> None:
-    suite = cells.load_suite(name)
+    suite = suite_file.load_suite(name)
     assert suite.title
     assert {cell.kind for cell in suite.cells} == set(cells.KINDS)
     assert (suite.model == "demo") == (name != "gpu")
 
 
 def test_gpu_suite_is_about_slots() -> None:
-    made = [cell for cell in cells.load_suite("gpu").cells if cell.kind == "decode"]
+    made = [cell for cell in suite_file.load_suite("gpu").cells if cell.kind == "decode"]
     assert sorted({cell.budget.slots or 0 for cell in made}) == [16, 32, 64, 96, 128]
     assert {cell.context for cell in made} == {128, 2048}
 
@@ -229,7 +235,7 @@ def test_suites_that_make_no_sense(text: str, problem: str, tmp_path: Path) -> N
     path = tmp_path / "own.toml"
     path.write_text(text)
     with pytest.raises(SuiteInvalid) as caught:
-        cells.load_suite(str(path))
+        suite_file.load_suite(str(path))
     assert problem in str(caught.value)
     assert str(path) in str(caught.value)
 
@@ -237,7 +243,7 @@ def test_suites_that_make_no_sense(text: str, problem: str, tmp_path: Path) -> N
 def test_suite_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
     path.write_text(CELLS + 'slots = [4, 8]\narms = "off"\nrepeats = 2\ntokens = 3')
-    suite = cells.load_suite(str(path))
+    suite = suite_file.load_suite(str(path))
     assert (suite.name, suite.model, suite.record_mb) == ("own", None, None)
     assert suite.cells == tuple(
         Cell("decode", Budget(slots=n), "cold", ("off",), 8, 1, 3, 2) for n in (4, 8)
@@ -246,7 +252,7 @@ def test_suite_from_a_file(tmp_path: Path) -> None:
 
 def test_unknown_suite_names_those_that_there_are() -> None:
     with pytest.raises(SuiteInvalid, match="there are cpu, gpu, quick"):
-        cells.load_suite("nonsense")
+        suite_file.load_suite("nonsense")
 
 
 # -- prompts
@@ -270,6 +276,40 @@ def test_prompts_differ_by_seed_and_do_without_a_tokenizer() -> None:
     assert prompt_text(1, 5) != prompt_text(2, 5)
     ids = prompt_of(None, 50, 1, vocabulary=7)
     assert len(ids) == 50 and set(ids) <= set(range(7))
+
+
+def test_prompts_of_recorded_routing_are_steps_in_a_row(tmp_path: Path) -> None:
+    assert recorded_routing(tmp_path, {}) is None
+    assert recorded_routing(tmp_path, {"moestream_routing": {"steps": 3}}) is None
+    about = {"first_token": 10, "steps": 5, "description": "of the demo model"}
+    (tmp_path / "routing.json").write_text(json.dumps(about))
+    routing = recorded_routing(tmp_path, {})
+    assert routing == recorded_routing(Path(), {"moestream_routing": about}) is not None
+    assert routing is not None and routing.description == "of the demo model"
+    ids = routing.prompt(12, 4)
+    assert ids == routing.prompt(12, 4) and set(ids) == set(range(10, 15))
+    assert all(b == a + 1 or (a, b) == (14, 10) for a, b in pairwise(ids))
+
+
+async def test_predictions_of_recorded_routing_are_made_noisy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+
+    def noisy_lookahead(engine: Any) -> Future[None]:
+        asked.append(engine)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    fake = types.ModuleType("moestream.runtime.bench.routing")
+    fake.noisy_lookahead = noisy_lookahead  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    for name, routed in (("ours", False), ("off", True), ("ours", True)):
+        arm = await EngineArm.open(DEMO, name, routed=routed, throttle=None, slots=16, context=64)
+        engine = arm.engine
+        await arm.aclose()
+    assert asked == [engine]  # the only one that predicts recorded routing
 
 
 # -- the ledger
@@ -356,11 +396,10 @@ def test_throttle_passes_bytes_on(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
     """All arms and kinds of cells, with padded records."""
-    arms = ("resident", "off", "fifo", "ours")
     return run(
-        cell(arms=arms),
-        cell(arms=arms, kind="prefill", context=20, tokens=1),
-        cell(arms=arms, kind="callers", context=4, callers=2, tokens=2),
+        cell(arms=ALL_ARMS),
+        cell(arms=("resident", "off"), kind="prefill", context=20, tokens=1),
+        cell(arms=("resident", "off"), kind="callers", context=4, callers=2, tokens=2),
         suite="tests",
         record_mb=RECORD_MB,
         scratch=tmp_path_factory.mktemp("padding"),
@@ -368,9 +407,10 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
 
 
 def test_every_arm_of_every_cell_has_a_row(measured: list[Row]) -> None:
-    kinds = ("decode", "prefill", "callers")
-    arms = ("resident", "off", "fifo", "ours")
-    assert [(row.kind, row.arm) for row in measured] == [(k, a) for k in kinds for a in arms]
+    assert [(row.kind, row.arm) for row in measured] == [
+        *(("decode", arm) for arm in ALL_ARMS),
+        *((kind, arm) for kind in ("prefill", "callers") for arm in ("resident", "off")),
+    ]
     skipped = [(row.kind, row.arm) for row in measured if row.status == "skipped"]
     assert skipped == [("callers", "resident")]
     assert [row.note for row in measured if row.status == "failed"] == []
@@ -383,7 +423,7 @@ def test_rows_say_where_and_with_what(measured: list[Row]) -> None:
         # Whole pages of padding: a little less than was asked for.
         assert row.record_bytes is not None and 0 <= 100_000 - row.record_bytes < 4096
         assert (row.suite, row.cache, row.turns) == ("tests", "cold", "together")
-        assert "records padded to 0.1 MB" in row.note or row.status == "skipped"
+        assert row.conditions == "records padded to 0.1 MB"
         for name in ("time", "cpu", "cores", "memory_bytes", "os", "device", "python", "moestream"):
             assert getattr(row, name), name
         assert row.mlx and row.mlx_lm
@@ -428,7 +468,7 @@ async def test_samples_count_what_the_drive_has_read(tmp_path: Path) -> None:
         return done
 
     with padded_records(tmp_path, int(RECORD_MB * 1e6)):
-        arm = await EngineArm.open(DEMO, "off", config={}, throttle=None, slots=12, context=64)
+        arm = await EngineArm.open(DEMO, "off", routed=False, throttle=None, slots=12, context=64)
         try:
             arm.engine._core.store.reader.preadv = reading
             taken = await arm.prefill(list(range(100, 120)))
@@ -442,8 +482,18 @@ async def test_samples_count_what_the_drive_has_read(tmp_path: Path) -> None:
             await arm.aclose()
 
 
+async def test_callers_that_are_not_computed_together_are_told_of() -> None:
+    common: dict[str, Any] = {"routed": False, "throttle": None, "slots": 16, "context": 64}
+    arm = await EngineArm.open(DEMO, "off", max_running=2, **common)
+    try:
+        assert [arm.remark(1), arm.remark(2)] == ["", ""]
+        assert arm.remark(3) == "computes 2 at once"
+    finally:
+        await arm.aclose()
+
+
 async def test_arms_give_the_same_tokens_to_time() -> None:
-    engine = await EngineArm.open(DEMO, "ours", config={}, throttle=None, slots=16, context=64)
+    engine = await EngineArm.open(DEMO, "ours", routed=False, throttle=None, slots=16, context=64)
     resident = await ResidentArm.open(DEMO, widen=True)
     try:
         for arm in (engine, resident):
@@ -483,6 +533,22 @@ def test_arms_take_turns_and_the_first_turn_is_not_counted(monkeypatch: pytest.M
     ]
     assert {(context, tokens) for _, context, tokens in order[6:]} == {(8, 3)}
     assert [row.n for row in rows] == [3, 3, 3]
+
+
+def test_pages_that_stay_in_the_cache_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drives, "cached_share", lambda paths: 0.25)
+    rows = run(cell(repeats=1, tokens=1))
+    assert rows[0].note == "25 % of what is not read directly stayed in the page cache"
+    monkeypatch.setattr(drives, "drop", lambda paths: False)
+    rows = run(cell(repeats=1, tokens=1))
+    assert rows[0].note == "unaligned experts may come from the page cache"
+
+
+def test_files_that_do_not_stay_in_the_cache_are_not_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drives, "cached_share", lambda paths: 0.9)
+    rows = run(cell(cache="warm", arms=("off", "resident"), repeats=1, tokens=1))
+    assert [(row.arm, row.status) for row in rows] == [("off", "skipped"), ("resident", "ok")]
+    assert rows[0].note == "only 90 % of the experts stay in the page cache"
 
 
 def test_warm_reads_pass_through_the_page_cache() -> None:
@@ -564,6 +630,7 @@ print("loading ...")
 print(json.dumps({"kind": "prefill", "tokens": 8, "seconds": 1, "note": ""}))
 print(json.dumps({"arm": "fake", "kind": "decode", "tokens": int(given["--tokens"]),
                   "seconds": [0.4, 0.8], "bytes_read": [400, 1200], "stall_seconds": None,
+                  "hits": [3, 0], "misses": [1, 4],
                   "note": f"{len(prompts[0])} tokens, {given['--budget-bytes']} bytes"}))
 """
 
@@ -580,7 +647,7 @@ def test_a_rival_is_one_more_arm(tmp_path: Path) -> None:
     off, row = (r for r in rows if r.kind == "decode")
     assert (row.arm, row.status, row.turns, row.n) == ("fake", "ok", "own process", 2)
     assert row.samples_ms == "100 200"
-    assert row.bytes_per_token == 200.0
+    assert (row.bytes_per_token, row.hit_rate) == (200.0, 3 / 8)
     assert row.bound_ms == off.bound_ms and row.bound_ms is not None
     assert row.speedup is not None and row.stall_ms is None
     assert row.note == f"8 tokens, {12 * 16 * 27648} bytes"
@@ -610,6 +677,7 @@ def test_a_failing_rival_is_reported(tmp_path: Path) -> None:
         ("", 'no line with "kind": "decode"'),
         ('{"kind": "prefill"}\n[1]\n{', 'no line with "kind": "decode"'),
         ('{"kind": "decode", "tokens": 4}', "seconds are not 2 numbers: null"),
+        ('{"kind": "decode", "tokens": 4, "seconds": 1}', "seconds are not 2 numbers: 1"),
         ('{"kind": "decode", "tokens": 4, "seconds": [1]}', "seconds are not 2 numbers"),
         ('{"kind": "decode", "tokens": 4, "seconds": [1, "2"]}', "seconds are not 2 numbers"),
         ('{"kind": "decode", "tokens": 4, "seconds": [1, -2]}', "seconds are not 2 numbers"),
@@ -654,7 +722,7 @@ async def test_a_rival_that_is_not_there() -> None:
         await ask("x=./no-such-program", 5)
 
 
-@pytest.mark.parametrize("text", ["name", "=x", "name=", "name='"])
+@pytest.mark.parametrize("text", ["name", "=x", "name=", "name='", "ours=x"])
 def test_rivals_have_a_name_and_a_command(text: str) -> None:
     with pytest.raises(BenchError):
         parse_rival(text)
@@ -690,7 +758,7 @@ def test_suite_on_the_command_line(tmp_path: Path) -> None:
     output, errors = call(*arguments, "--tokens", "2", "--repeats", "1", "--throttle", "1GB/s")
     (row,) = read_rows(csv_file)
     assert (row.suite, row.tokens, row.n) == ("own", 2, 1)
-    assert row.note == "drive throttled to 1000 MB/s"
+    assert row.conditions == "drive throttled to 1000 MB/s"
     assert row.drive_bytes_per_s is not None and row.drive_bytes_per_s <= 1.1e9
     lines = output.splitlines()
     assert lines[0].startswith("16 slots, cold, 2 tokens behind 8, off: ")
@@ -711,6 +779,8 @@ def test_suite_on_the_command_line(tmp_path: Path) -> None:
         (["--arms", "theirs"], "resident, off, fifo, ours"),
         (["--throttle", "fast"], "'fast' is not a rate"),
         (["--tokens", "0"], "--tokens"),
+        (["--suite", "quick", "--only", "1-99"], "there are cells 1 to 5"),
+        (["--suite", "quick", "--only", "none"], "give numbers such as 1-3,5"),
     ],
     ids=" ".join,
 )
@@ -726,6 +796,26 @@ def test_errors_before_anything_is_opened(tmp_path: Path) -> None:
     path.write_text("a,b\n")
     _, errors = call("--csv", str(path), code=1)
     assert "has other columns" in " ".join(errors.split())
+
+
+def test_cells_are_listed_and_chosen_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    output, _ = call("--suite", "quick", "--list", "--only", "3-4,1", "--repeats", "7")
+    lines = output.splitlines()
+    assert [line.split()[0] for line in lines] == ["1", "3", "4"]
+    assert lines[0] == ("  1  25 %, cold, 24 tokens behind 32: resident, off, fifo, ours; 7 times")
+    listed = json.loads(call("--suite", "quick", "--list", "--json")[0])["cells"]
+    assert [cell["number"] for cell in listed] == [1, 2, 3, 4, 5]
+
+    benches: list[Bench] = []
+
+    async def remember(bench: Bench, listener: Listener) -> None:
+        benches.append(bench)
+
+    monkeypatch.setattr("moestream.runtime.bench.runner.run_bench", remember)
+    monkeypatch.setattr("moestream.runtime.bench_cli._default_csv", lambda: Path(os.devnull))
+    call("--suite", "quick", "--only", "2")
+    assert [cell.cache for cell in benches[0].cells] == ["warm"]
+    assert benches[0].record_mb == 0.5
 
 
 def test_rows_go_to_the_repository_or_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -786,6 +876,7 @@ def plain_rows() -> Iterator[Row]:
         experts=64,
         top_k=6,
         record_bytes=500_000,
+        conditions="padded",
         bytes_per_token=2e6,
         drive_bytes_per_s=2e9,
         tokens_per_s=50.0,
@@ -805,7 +896,9 @@ def plain_rows() -> Iterator[Row]:
                 streamed: dict[str, Any] = (
                     {} if held is None else {"bound_ms": 9.0, "bound_over_measured": 0.6}
                 )
-                own = replace(base, arm=arm, cache=cache, slots=held, context=32, **streamed)
+                own = replace(
+                    base, arm=arm, cache=cache, slots=held, context=32, note=arm, **streamed
+                )
                 yield timed(own, 20.0 - slots, kind="decode")
                 yield timed(own, 2.0, kind="prefill")
                 yield timed(own, 10.0, kind="callers")
@@ -838,10 +931,11 @@ def test_pictures_show_each_arm_and_say_where_they_come_from(tmp_path: Path) -> 
     assert "1.15 times" in shown["scaling"] and "per routed expert" in shown["scaling"]
     for text in shown.values():
         assert "A Fine One, 2 cores, 8 GiB" in text and "commit abc123" in text
+    assert "small: 12 layers, 64 experts, top 6, 0.5 MB each; padded" in shown["tokens"]
 
 
 def test_pictures_are_the_same_each_time(tmp_path: Path) -> None:
-    rows = list(plain_rows())
+    rows = [row for row in plain_rows() if row.kind in ("decode", "scale-layers")]
     first, second = (plots.draw(rows, tmp_path / name) for name in ("a", "b"))
     for one, other in zip(first, second, strict=True):
         assert one.read_bytes() == other.read_bytes()
@@ -871,6 +965,27 @@ def test_cost_by_layer_against_the_smallest() -> None:
     ]
     assert [cost for _, cost, _, _ in figures.relative(rows, "layers", host=True)] == [1.0, 0.5]
     assert figures.relative([], "layers") == []
+
+
+def test_scaling_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from scripts import bench_scaling
+
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "rows.csv"
+    sizes = ["--layers", "2", "3", "--experts", "4", "8", "--callers", "1", "2"]
+    small = ["--hidden", "64", "--inner", "64", "--tokens", "2", "--repeats", "1"]
+    bench_scaling.main([*sizes, *small, "--arms", "off", "--csv", str(path)])
+    rows = read_rows(path)
+    assert [(row.kind, row.layers, row.experts, row.callers) for row in rows] == [
+        ("scale-layers", 2, 4, 1),
+        ("scale-layers", 3, 4, 1),
+        ("scale-experts", 2, 4, 1),
+        ("scale-experts", 2, 8, 1),
+        ("scale-callers", 2, 4, 1),
+        ("scale-callers", 2, 4, 2),
+    ]
+    assert all(row.host_ms and row.hit_rate is not None and row.n == 1 for row in rows)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["rows.csv"]
 
 
 def test_plot_without_rows_and_without_matplotlib(

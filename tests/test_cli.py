@@ -89,12 +89,14 @@ def error_line(*arguments: str, stdin: str | None = None) -> str:
 @pytest.mark.parametrize(
     ("command", "options"),
     [
-        ([], ["--version", "--debug", "run", "chat", "plan", "doctor", "demo", "pack"]),
+        ([], ["--version", "--debug", "run", "chat", "plan", "doctor", "demo", "pack", "bench"]),
         (["run"], ["--prompt", "--stop", "--memory", "--prefetch", "--trace", "--json"]),
         (["chat"], ["--system", "--temperature", "--slots", "--no-stats"]),
         (["plan"], ["--memory", "--slots", "--context", "--json"]),
         (["doctor"], ["--size", "--depth", "--json"]),
         (["demo"], ["--prompt", "--slots", "--max-tokens", "--json"]),
+        (["bench"], ["--suite", "--arms", "--record-mb", "--csv", "--json"]),
+        (["bench", "plot"], ["--out", "--json"]),
     ],
     ids=lambda value: " ".join(value) if len(value) < 2 else "",
 )

@@ -1,28 +1,19 @@
-"""The arms that run in this process: engines with different ways of reading ahead, and mlx-lm."""
+"""What an arm is, and the arms that are engines with different ways of reading ahead."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, aclosing
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
-import mlx.core as mx
-from mlx_lm.generate import generate_step
-from mlx_lm.utils import load_model
-
 from ..api import Statistics
 from ..engine import Engine
-from ..machine import return_memory
 from ..prefetch import PrefetchConfig
-from ..streams import leased_streams
 from .padding import Throttle
 
 T = TypeVar("T")
@@ -33,9 +24,6 @@ PREFETCH: Mapping[str, Any] = {
     "ours": PrefetchConfig(),
 }
 """Arms that are engines: on demand, guesses without rules, guesses by the rules."""
-
-ROUTING_KEY = "moestream_routing"
-"""In the config of a checkpoint whose routing is made up, so that no router can predict it."""
 
 
 class NotForThisArm(Exception):
@@ -87,6 +75,9 @@ class Arm(Protocol):
     async def together(self, prompts: Sequence[Sequence[int]], tokens: int) -> Sample:
         """Time several requests from the first prompt to the last token."""
 
+    def remark(self, callers: int) -> str:
+        """What is to be said of so many callers at once, if anything."""
+
     async def aclose(self) -> None:
         """Free the memory."""
 
@@ -106,7 +97,7 @@ class EngineArm:
         model: Path,
         arm: str,
         *,
-        config: Mapping[str, Any],
+        routed: bool,
         throttle: float | None,
         **arguments: Any,
     ) -> Self:
@@ -115,7 +106,7 @@ class EngineArm:
         Args:
             model: directory.
             arm: of ``PREFETCH``.
-            config: of the model.
+            routed: whether the model's routing is recorded, see ``follow_routing``.
             throttle: bytes per second that the drive gives at most.
             **arguments: of ``Engine.open``.
         """
@@ -124,8 +115,8 @@ class EngineArm:
         try:
             if throttle is not None:
                 engine._core.store.reader.preadv = Throttle(throttle)
-            if ROUTING_KEY in config and PREFETCH[arm] != "off":
-                follow_routing(engine)
+            if routed:
+                await follow_routing(engine)
         except BaseException:
             await engine.aclose()
             raise
@@ -177,6 +168,13 @@ class EngineArm:
         count = len(prompts) * tokens
         return _difference(before, after, seconds, count, first=max(firsts), gap=max(gaps))
 
+    def remark(self, callers: int) -> str:
+        known = self.engine.statistics()
+        if known.most_running >= callers:
+            return ""
+        reason = f": {known.batch_limit}" if known.batch_limit else ""
+        return f"computes {known.most_running} at once{reason}"
+
     async def aclose(self) -> None:
         await self.engine.aclose()
 
@@ -206,101 +204,16 @@ def _difference(
     )
 
 
-def follow_routing(engine: Engine) -> None:
-    """Let guesses know as much of made-up routing as a predictor knows of a trained router.
+async def follow_routing(engine: Engine) -> None:
+    """Let predictions be as wrong as a trained model's, where routing comes from a recording.
 
-    The module that makes such routing offers this; without it guesses are made by the routers, and
-    are mostly wrong.
+    There the residual stream tells the routing of all layers, so that looking ahead would always be
+    right. The module ``routing`` adds the errors; without it predictions stay perfect.
     """
-    name = f"{__package__}.routing"
-    if find_spec(name) is not None:
-        import_module(name).noisy_lookahead(engine)
-
-
-# -- mlx-lm -------------------------------------------------------------------------------------
-
-
-class ResidentArm:
-    """mlx-lm itself, with everything in memory, on a thread of its own."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="moestream-bench-resident")
-        self._stack = ExitStack()
-        self._given_up = threading.Event()
-        self._model: Any = None
-
-    @classmethod
-    async def open(cls, model: Path, *, widen: bool) -> Self:
-        """Load a model.
-
-        Args:
-            model: directory.
-            widen: compute in float32, as engines do on the CPU backend.
-        """
-        arm = cls()
-        try:
-            await arm._run(arm._load, model, widen)
-        except BaseException:
-            await arm.aclose()
-            raise
-        return arm
-
-    alive = True
-
-    async def _run(self, work: Callable[..., T], *arguments: Any) -> T:
-        self._given_up.clear()
-        future = self._thread.submit(work, *arguments)
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            self._given_up.set()
-            raise
-
-    def _load(self, model: Path, widen: bool) -> None:
-        self._stack.enter_context(leased_streams())
-        self._model = load_model(model)[0]
-        if widen:
-            self._model.set_dtype(mx.float32)
-        mx.eval(self._model.parameters())
-
-    def _decode(self, prompt: Sequence[int], tokens: int) -> Sample:
-        begun = time.perf_counter()
-        steps = self._steps(prompt, tokens + 1)
-        next(steps)
-        first = last = time.perf_counter()
-        gap = 0.0
-        for _ in steps:
-            now = time.perf_counter()
-            gap, last = max(gap, now - last), now
-            if self._given_up.is_set():
-                break
-        return Sample(last - first, tokens, first=first - begun, gap=gap)
-
-    def _prefill(self, prompt: Sequence[int]) -> Sample:
-        begun = time.perf_counter()
-        next(self._steps(prompt, 1))
-        seconds = time.perf_counter() - begun
-        return Sample(seconds, len(prompt), first=seconds)
-
-    def _steps(self, prompt: Sequence[int], tokens: int) -> Iterator[Any]:
-        stream = mx.default_stream(mx.default_device())  # a leased one
-        return generate_step(mx.array(list(prompt)), self._model, max_tokens=tokens, stream=stream)
-
-    def _release(self) -> None:
-        self._model = None
-        return_memory()
-        self._stack.close()
-
-    async def decode(self, prompt: Sequence[int], tokens: int) -> Sample:
-        return await self._run(self._decode, prompt, tokens)
-
-    async def prefill(self, prompt: Sequence[int]) -> Sample:
-        return await self._run(self._prefill, prompt)
-
-    async def together(self, prompts: Sequence[Sequence[int]], tokens: int) -> Sample:
-        raise NotForThisArm("mlx-lm's generate_step answers one prompt at a time")
-
-    async def aclose(self) -> None:
-        self._given_up.set()
-        self._thread.submit(self._release)
-        await asyncio.to_thread(self._thread.shutdown)
+    if engine._core.ahead is None:
+        return
+    try:
+        routing = import_module(f"{__package__}.routing")
+    except ModuleNotFoundError:
+        return
+    await asyncio.wrap_future(routing.noisy_lookahead(engine))

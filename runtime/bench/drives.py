@@ -46,6 +46,7 @@ def drop(paths: Iterable[Path]) -> bool:
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
+            os.fsync(descriptor)  # what is not written yet cannot be dropped
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)

@@ -39,7 +39,7 @@ def settings(rows: Iterable[Row]) -> list[Setting]:
     for row in rows:
         if row.status == "ok" and row.ms_per_token is not None:
             scaling = row.kind.startswith("scale-")
-            model = ("scaling",) if scaling else (row.model, row.record_bytes, row.note)
+            model = ("scaling",) if scaling else (row.model, row.record_bytes, row.conditions)
             place = groups.setdefault((row.device, row.cpu, row.gpu, *model), {})
             place.pop(key := _key(row), None)  # the newest last, in the order of the file
             place[key] = row
@@ -70,12 +70,14 @@ def caption(rows: Sequence[Row]) -> str:
     last = rows[-1]
     machine = last.gpu or last.cpu
     parts = [f"{machine}, {last.cores} cores, {(last.memory_bytes or 0) / 2**30:.0f} GiB"]
-    parts.append(f"MLX on the {last.device}")
+    parts.append(f"MLX on the {last.device.upper()}")
     if last.kind.startswith("scale-"):
         model = "synthetic models"
     else:
         model = f"{last.model}: {last.layers} layers, {last.experts} experts, top {last.top_k}"
         model += f", {(last.record_bytes or 0) / 1e6:.3g} MB each"
+        model += f"; {last.conditions}" if last.conditions else ""
+        model += f"; routing: {last.routing}" if last.routing else ""
     commits = list(dict.fromkeys(row.commit for row in rows if row.commit))
     versions = f"mlx {last.mlx}, mlx-lm {last.mlx_lm}"
     source = f"commit {', '.join(commits)}" if commits else f"moestream {last.moestream}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,10 @@ from ...io.records import Record
 from ..core import Prepared, Settings, prepare
 from ..plan import Plan
 from ..streams import leased_streams
-from .arms import ROUTING_KEY
 from .cells import Budget
 from .machine import facts, model_facts
 from .rows import Row
-from .texts import prompt_of
+from .texts import Routing, prompt_of, recorded_routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +22,7 @@ class BenchModel:
 
     Attributes:
         directory: of the checkpoint.
-        config: its config.json.
+        routing: where the routing comes from, if from a recording.
         records: of its MoE layers, as they are read.
         row: with everything that all rows share.
         experts: of the largest layer.
@@ -33,7 +31,7 @@ class BenchModel:
     """
 
     directory: Path
-    config: Mapping[str, Any]
+    routing: Routing | None
     records: tuple[Record, ...]
     row: Row
     experts: int
@@ -59,6 +57,8 @@ class BenchModel:
 
     def prompt(self, count: int, seed: int) -> list[int]:
         """Token ids, the same for the same arguments."""
+        if self.routing is not None:
+            return self.routing.prompt(count, seed)
         size = self._prepared.blueprint.size
         return prompt_of(self._prepared.tokenizer, count, seed, vocabulary=size.vocabulary)
 
@@ -69,7 +69,7 @@ def look_at(model: str | Path, *, suite: str, conditions: str) -> BenchModel:
     Args:
         model: directory or Hub id.
         suite: name for the rows.
-        conditions: a note for the rows.
+        conditions: what is not as usual, for the rows.
 
     Raises:
         MoestreamError: it cannot be streamed.
@@ -77,17 +77,18 @@ def look_at(model: str | Path, *, suite: str, conditions: str) -> BenchModel:
     with leased_streams():
         prepared = prepare(Settings(model, slots=1))
         blueprint, records = prepared.blueprint, prepared.records
-        size, config = blueprint.size, dict(blueprint.lazy.config)
+        size = blueprint.size
+        routing = recorded_routing(blueprint.checkpoint.directory, blueprint.lazy.config)
         row = Row(
             suite=suite,
-            note=conditions,
-            routing="made up" if ROUTING_KEY in config else "",
+            conditions=conditions,
+            routing="" if routing is None else routing.description,
             **facts(),
             **model_facts(prepared, records),
         )
         return BenchModel(
             directory=blueprint.checkpoint.directory,
-            config=config,
+            routing=routing,
             records=records,
             row=row,
             experts=max(layer.experts for layer in size.layers),

@@ -2,60 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from .errors import BenchError, MatplotlibMissing
 from .figures import SCALES, Setting, arms_of, relative, settings, values_of
+from .plot_frames import (
+    INK,
+    error_bar,
+    finish,
+    grouped,
+    headroom,
+    log_axis,
+    name_places,
+    panels,
+    slot_axis,
+    style_of,
+    styled,
+)
 from .rows import Row
 
-WIDTH = 8.6
-"""Inches; at 100 dots an inch about what a README shows."""
+WIDE = 8
+"""Ratio of the longest to the shortest time from which on an axis is logarithmic (arbitrary)."""
 
 LIMIT = 1.15
 """What one more layer, expert or caller may cost at most, against the smallest count."""
-
-# By Okabe and Ito: told apart by people who are colour-blind, too. Each has a mark of its own.
-_STYLES: Mapping[str, tuple[str, str]] = {
-    "resident": ("#555555", "v"),
-    "off": ("#0072B2", "o"),
-    "fifo": ("#E69F00", "s"),
-    "ours": ("#009E73", "D"),
-}
-_OTHERS = (("#CC79A7", "^"), ("#D55E00", "P"), ("#56B4E9", "X"), ("#B8A800", "*"))
-_INK, _SOFT, _GRID = "#222222", "#555555", "#dddddd"
-
-_SETTINGS: Any = {
-    "svg.hashsalt": "moestream",
-    "svg.fonttype": "none",  # text stays text
-    "font.family": "DejaVu Sans",  # comes with matplotlib: the same layout everywhere
-    "font.size": 9.5,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.edgecolor": _SOFT,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "grid.color": _GRID,
-    "text.color": _INK,
-    "axes.labelcolor": _INK,
-    "xtick.color": _SOFT,
-    "ytick.color": _SOFT,
-    "legend.frameon": False,
-    "lines.linewidth": 1.4,
-    "lines.markersize": 5.5,
-}
-
-_NAMES = {
-    "resident": "resident (mlx-lm)",
-    "off": "off (on demand)",
-    "fifo": "fifo (guesses without rules)",
-    "ours": "ours",
-}
 
 
 def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
@@ -75,20 +48,12 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
     paths = []
     for setting in settings(rows):
         for name, picture in _PICTURES.items():
-            with _styled():
+            with styled():
                 figure = picture(setting)
                 if figure is not None:
-                    _finish(figure, setting)
+                    finish(figure, setting)
                     paths.append(_save(figure, folder / f"{name}-{setting.slug}.svg"))
     return paths
-
-
-@contextmanager
-def _styled() -> Iterator[None]:
-    from matplotlib import rc_context
-
-    with rc_context(_SETTINGS):
-        yield
 
 
 def _save(figure: Any, path: Path) -> Path:
@@ -98,70 +63,6 @@ def _save(figure: Any, path: Path) -> Path:
     except OSError as error:
         raise BenchError(f"{path} cannot be written to: {error.strerror}") from error
     return path
-
-
-# -- frames -------------------------------------------------------------------------------------
-
-
-def _panels(
-    lines: int, columns: int, *, height: float = 2.9, share_y: bool = True
-) -> tuple[Any, Any]:
-    """A figure with room for a legend above and a caption below."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH, height * lines + 1.15), layout="constrained")
-    axes = figure.subplots(lines, columns, squeeze=False, sharey="row" if share_y else False)
-    for axis in axes.flat:
-        axis.grid(axis="y")
-        axis.tick_params(length=0)
-    return figure, axes
-
-
-def _finish(figure: Any, setting: Setting) -> None:
-    """One legend for all panels above them, the caption below."""
-    handles: dict[str, Any] = {}
-    for axis in figure.axes:
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside upper left", ncols=min(len(handles), 3)
-    )
-    figure.supxlabel(setting.caption, fontsize=7.5, color=_SOFT, x=0.01, ha="left")
-
-
-def _headroom(axes: Any) -> None:
-    """From zero to a little above the highest mark."""
-    for axis in axes.flat:
-        axis.set_ylim(0, 1.08 * axis.get_ylim()[1])
-
-
-def _style(arm: str, arms: Sequence[str]) -> dict[str, Any]:
-    others = [other for other in arms if other not in _STYLES]
-    colour, mark = _STYLES.get(arm) or _OTHERS[others.index(arm) % len(_OTHERS)]
-    return {"color": colour, "marker": mark, "label": _NAMES.get(arm, arm)}
-
-
-def _slots(rows: Sequence[Row]) -> tuple[list[float], list[str]]:
-    """Numbers of slots that occur, and what to call them on an axis."""
-    counts = values_of(rows, lambda row: row.slots)
-    experts = max(row.experts or 0 for row in rows)
-    names = [f"{n:g}\n{100 * n / experts:.3g} %" if experts else f"{n:g}" for n in counts]
-    return counts, names
-
-
-def _places(axis: Any, names: Sequence[str], label: str) -> None:
-    """An axis of names instead of numbers."""
-    axis.set_xticks(range(len(names)), names)
-    axis.set_xlim(-0.5, len(names) - 0.5)
-    axis.set_xlabel(label)
-
-
-def _error(row: Row, convert: Callable[[float], float] = float) -> list[list[float]]:
-    """Quartiles as matplotlib wants its error bars."""
-    assert row.ms_per_token is not None and row.ms_q1 is not None and row.ms_q3 is not None
-    middle = convert(row.ms_per_token)
-    ends = sorted((convert(row.ms_q1), convert(row.ms_q3)))
-    return [[max(middle - ends[0], 0.0)], [max(ends[1] - middle, 0.0)]]
 
 
 # -- pictures -----------------------------------------------------------------------------------
@@ -175,27 +76,32 @@ def _tokens(setting: Setting) -> Any:
         return None
     contexts = values_of(rows, lambda row: row.context)
     caches = values_of(streamed, lambda row: row.cache)
-    counts, names = _slots(streamed)
+    counts, names = slot_axis(streamed)
     arms = arms_of(rows)
-    figure, axes = _panels(len(contexts), len(caches))
+    times = values_of(rows, lambda row: row.ms_per_token)
+    wide = times[-1] > WIDE * times[0]
+    figure, axes = panels(len(contexts), len(caches))
     for line, context in zip(axes, contexts, strict=True):
         for axis, cache in zip(line, caches, strict=True):
             panel = [r for r in rows if r.context == context and r.cache == cache]
             for index, arm in enumerate(arms):
                 own = [row for row in panel if row.arm == arm]
                 if arm == "resident":
-                    _level(axis, own, _style(arm, arms))
+                    _level(axis, own, style_of(arm, arms))
                     continue
                 shift = 0.11 * (index - (len(arms) - 1) / 2)
                 points = [
                     (counts.index(row.slots) + shift, row) for row in own if row.slots is not None
                 ]
-                _points(axis, sorted(points, key=lambda point: point[0]), _style(arm, arms))
+                _points(axis, sorted(points, key=lambda point: point[0]), style_of(arm, arms))
             _bounds(axis, panel, counts)
-            _places(axis, names, "experts held per layer")
+            name_places(axis, names, "experts held per layer")
             axis.set_title(f"{_reads(cache)}, behind {context} tokens")
         line[0].set_ylabel("ms per token")
-        _headroom(line[:1])
+        if wide:
+            log_axis(line[0], "ms per token (logarithmic)")
+        else:
+            headroom(line[:1])
     return figure
 
 
@@ -215,7 +121,9 @@ def _points(axis: Any, points: Sequence[tuple[float, Row]], style: Mapping[str, 
         xs = [x for x, _ in points]
         axis.plot(xs, [row.ms_per_token for _, row in points], **style)
         for x, row in points:
-            axis.errorbar(x, row.ms_per_token, _error(row), color=style["color"], capsize=2, lw=1)
+            axis.errorbar(
+                x, row.ms_per_token, error_bar(row), color=style["color"], capsize=2, lw=1
+            )
 
 
 def _bounds(axis: Any, rows: Sequence[Row], counts: Sequence[float]) -> None:
@@ -223,7 +131,7 @@ def _bounds(axis: Any, rows: Sequence[Row], counts: Sequence[float]) -> None:
     for row in rows:
         if row.arm == "off" and row.bound_ms is not None and row.slots in counts:
             at = counts.index(row.slots)
-            axis.hlines(row.bound_ms, at - 0.36, at + 0.36, color=_INK, lw=2, label=label)
+            axis.hlines(row.bound_ms, at - 0.36, at + 0.36, color=INK, lw=2, label=label)
             label = "_nolegend_"
 
 
@@ -235,9 +143,9 @@ def _bound(setting: Setting) -> Any:
         return None
     contexts = values_of(rows, lambda row: row.context)
     caches = values_of(rows, lambda row: row.cache)
-    counts, names = _slots(rows)
+    counts, names = slot_axis(rows)
     arms = arms_of(rows)
-    figure, axes = _panels(len(contexts), len(caches), height=2.5)
+    figure, axes = panels(len(contexts), len(caches), height=2.5)
     for line, context in zip(axes, contexts, strict=True):
         for axis, cache in zip(line, caches, strict=True):
             panel = [r for r in rows if r.context == context and r.cache == cache]
@@ -247,46 +155,13 @@ def _bound(setting: Setting) -> Any:
                 for row in panel
                 if row.arm == arm and row.slots is not None
             }
-            _grouped(axis, bars, arms)
-            axis.axhline(1.0, color=_INK, lw=1.2)
-            _places(axis, names, "experts held per layer")
+            grouped(axis, bars, arms)
+            axis.axhline(1.0, color=INK, lw=1.2)
+            name_places(axis, names, "experts held per layer")
             axis.set_title(f"{_reads(cache)}, behind {context} tokens")
         line[0].set_ylabel("bound / measured")
-        _headroom(line[:1])
+        headroom(line[:1])
     return figure
-
-
-def _grouped(
-    axis: Any, bars: Mapping[tuple[str, int], tuple[Any, str]], arms: Sequence[str]
-) -> None:
-    """Bars side by side, each with its value, or a text, above."""
-    width = 0.8 / max(len(arms), 1)
-    for index, arm in enumerate(arms):
-        style = _style(arm, arms)
-        own = [(at, *value) for (name, at), value in bars.items() if name == arm]
-        if not own:
-            continue
-        shift = width * (index - (len(arms) - 1) / 2)
-        heights = [height for _, height, _ in own]
-        axis.bar(
-            [at + shift for at, _, _ in own],
-            heights,
-            width * 0.9,
-            color=style["color"],
-            label=style["label"],
-        )
-        for at, height, text in own:
-            axis.annotate(
-                text or f"{height:.2f}",
-                (at + shift, height),
-                xytext=(0, 3),
-                textcoords="offset points",
-                ha="center",
-                fontsize=7,
-                color=_SOFT,
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},  # over lines
-                zorder=3,
-            )
 
 
 def _prefill(setting: Setting) -> Any:
@@ -298,22 +173,22 @@ def _prefill(setting: Setting) -> Any:
     places = values_of(rows, lambda row: (row.cache, row.slots))
     lengths = values_of(rows, lambda row: row.context)
     arms = arms_of(rows)
-    figure, axes = _panels(1, len(places), share_y=False)
+    figure, axes = panels(1, len(places), share_y=False)
     for axis, (cache, slots) in zip(axes[0], places, strict=True):
         panel = [row for row in rows if (row.cache, row.slots) == (cache, slots)]
         bars = {
             (row.arm, lengths.index(row.context)): (_rate(row), f"{row.tokens_per_s:.0f} tok/s")
             for row in panel
         }
-        _grouped(axis, bars, arms)
+        grouped(axis, bars, arms)
         drive = panel[0].drive_bytes_per_s or 0.0
         name = "the drive" if cache == "cold" else "reading from the page cache"
-        style = {"color": _INK, "lw": 1.6, "ls": "-" if cache == "cold" else (0, (4, 2))}
+        style = {"color": INK, "lw": 1.6, "ls": "-" if cache == "cold" else (0, (4, 2))}
         axis.axhline(drive / 1e9, label=f"{name}, same size of reads", **style)
-        _places(axis, [str(length) for length in lengths], "tokens of the prompt")
+        name_places(axis, [str(length) for length in lengths], "tokens of the prompt")
         axis.set_title(f"{_reads(cache)}, {slots:g} slots")
     axes[0][0].set_ylabel("GB read per second")
-    _headroom(axes)
+    headroom(axes)
     return figure
 
 
@@ -332,23 +207,23 @@ def _callers(setting: Setting) -> Any:
     if not places:
         return None
     arms = arms_of(rows)
-    figure, axes = _panels(1, len(places))
+    figure, axes = panels(1, len(places))
     counts = values_of(rows, lambda row: row.callers)
     for axis, (cache, slots) in zip(axes[0], places, strict=True):
         for index, arm in enumerate(arms):
-            style = _style(arm, arms)
+            style = style_of(arm, arms)
             own = [r for r in rows if (r.arm, r.cache, r.slots) == (arm, cache, slots)]
             own.sort(key=lambda row: row.callers or 0)
             shift = 0.06 * (index - (len(arms) - 1) / 2)
             xs = [counts.index(row.callers) + shift for row in own]
             axis.plot(xs, [row.tokens_per_s for row in own], **style)
             for x, row in zip(xs, own, strict=True):
-                error = _error(row, lambda ms: 1e3 / ms)
+                error = error_bar(row, lambda ms: 1e3 / ms)
                 axis.errorbar(x, row.tokens_per_s, error, color=style["color"], capsize=2, lw=1)
-        _places(axis, [str(count) for count in counts], "callers at once")
+        name_places(axis, [str(count) for count in counts], "callers at once")
         axis.set_title(f"{_reads(cache)}, {slots:g} slots")
     axes[0][0].set_ylabel("tokens per second, of all")
-    _headroom(axes[0, :1])
+    headroom(axes[0, :1])
     return figure
 
 
@@ -358,7 +233,7 @@ def _scaling(setting: Setting) -> Any:
     found = {what: rows for what, rows in found.items() if rows}
     if not found:
         return None
-    figure, axes = _panels(1, len(found))
+    figure, axes = panels(1, len(found))
     unit = {"layers": "layer", "experts": "routed expert", "callers": "token of all callers"}
     for axis, (what, rows) in zip(axes[0], found.items(), strict=True):
         arms = arms_of(rows)
@@ -366,16 +241,16 @@ def _scaling(setting: Setting) -> Any:
         for index, arm in enumerate(arms):
             own = [row for row in rows if row.arm == arm]
             shift = 0.12 * (index - (len(arms) - 1) / 2)
-            _relative(axis, relative(own, what), counts, shift, _style(arm, arms))
+            _relative(axis, relative(own, what), counts, shift, style_of(arm, arms))
             python = relative([row for row in own if row.host_ms is not None], what, host=True)
-            hollow = {**_style(arm, arms), "mfc": "white", "ls": ":"}
+            hollow = {**style_of(arm, arms), "mfc": "white", "ls": ":"}
             hollow["label"] = f"{arm}: Python on the compute thread"
             _relative(axis, python, counts, shift, hollow)
-        axis.axhline(LIMIT, color=_INK, lw=1.2, ls=(0, (5, 2)), label=f"{LIMIT} times")
-        _places(axis, [str(count) for count in counts], what)
+        axis.axhline(LIMIT, color=INK, lw=1.2, ls=(0, (5, 2)), label=f"{LIMIT} times")
+        name_places(axis, [str(count) for count in counts], what)
         axis.set_title(f"per {unit[what]}")
     axes[0][0].set_ylabel("time, against the smallest")
-    _headroom(axes[0, :1])
+    headroom(axes[0, :1])
     return figure
 
 

@@ -13,7 +13,8 @@ prints one JSON object a line, among others if it likes:
 
 ``kind`` is "decode" (the tokens behind the first one) or "prefill" (the prompt up to the first
 token); ``tokens`` and ``seconds`` are for each repetition; ``bytes_read`` and ``stall_seconds`` are
-too, or null when the system does not count.
+too, or null when the system does not count; so are ``hits`` and ``misses``, routed experts that
+were there or had to be read, which may be left out.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from .arms import Sample
+from .cells import OUR_ARMS
 from .errors import BenchError, RivalFailed
 
 SHOWN = 200
@@ -70,6 +72,8 @@ def parse_rival(text: str) -> Rival:
         raise BenchError(f"--rival {text!r}: {error}") from error
     if not sign or not name.strip() or not words:
         raise BenchError(f"--rival {text!r}: give NAME=COMMAND")
+    if name.strip() in OUR_ARMS:
+        raise BenchError(f"--rival {text!r}: {name.strip()} is an arm of ours; give another name")
     return Rival(name.strip(), words)
 
 
@@ -153,7 +157,7 @@ def parse_output(output: str, kind: str, repeats: int) -> RivalResult:
 
 def _samples(value: Mapping[str, Any], repeats: int) -> list[Sample]:
     columns = {}
-    for name in ("tokens", "seconds", "bytes_read", "stall_seconds"):
+    for name in ("tokens", "seconds", "bytes_read", "stall_seconds", "hits", "misses"):
         given = value.get(name)
         column = list(given) if isinstance(given, list) else [given] * repeats
         needed = name in ("tokens", "seconds")
@@ -162,7 +166,8 @@ def _samples(value: Mapping[str, Any], repeats: int) -> list[Sample]:
             or (one is None and not needed)
             for one in column
         )
-        if len(column) != repeats or not numbers or (name == "seconds" and given is None):
+        single = name == "seconds" and not isinstance(given, list)
+        if len(column) != repeats or not numbers or single:
             raise RivalFailed(f"its {name} are not {repeats} numbers: {json.dumps(given)[:SHOWN]}")
         columns[name] = column
     if not all(columns["tokens"]) or not all(columns["seconds"]):
@@ -174,6 +179,8 @@ def _samples(value: Mapping[str, Any], repeats: int) -> list[Sample]:
             first=float(seconds) if value["kind"] == "prefill" else 0.0,
             stall=stall,
             nbytes=None if nbytes is None else int(nbytes),
+            hits=int(hits or 0),
+            misses=int(misses or 0),
         )
-        for tokens, seconds, nbytes, stall in zip(*columns.values(), strict=True)
+        for tokens, seconds, nbytes, stall, hits, misses in zip(*columns.values(), strict=True)
     ]

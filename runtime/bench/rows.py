@@ -47,6 +47,7 @@ class Row:
     record_bytes: int | None = None
     bits: float | None = None
     routing: str = ""
+    conditions: str = ""
     # The cell.
     kind: str = ""
     arm: str = ""

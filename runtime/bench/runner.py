@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from ...io.errors import MoestreamError
-from ..core import DEFAULT_LANES
 from ..plan import Plan
-from ..user_cache import VARIABLE
 from . import drives
 from .arms import PREFETCH, NotForThisArm, Sample
 from .cells import Cell, in_groups, turn_order
+from .job import Bench, Listener, nothing_kept
 from .model import BenchModel, look_at
 from .padding import padded_records
 from .rivals import Rival, run_rival
@@ -29,65 +27,6 @@ from .summary import Reference, fill
 
 ARM_ORDER = ("off", "ours", "fifo", RESIDENT)
 """In which arms are opened: what the others are compared with first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bench:
-    """A benchmark.
-
-    Attributes:
-        model: directory or Hub id.
-        cells: what to measure.
-        suite: its name.
-        record_mb: size that records are padded to; None leaves them as they are.
-        throttle: bytes per second that the drive gives at most.
-        lanes: reads in flight at once.
-        rivals: other systems; arms of every cell but those of several callers.
-        rival_seconds: most time of one run of one of them.
-        trace_dir: gets a trace for each engine of each cell.
-        scratch: folder on the drive that is measured, for the padding.
-    """
-
-    model: str | Path
-    cells: tuple[Cell, ...]
-    suite: str = ""
-    record_mb: float | None = None
-    throttle: float | None = None
-    lanes: int = DEFAULT_LANES
-    rivals: tuple[Rival, ...] = ()
-    rival_seconds: float = 1800.0
-    trace_dir: Path | None = None
-    scratch: Path = field(default_factory=Path.cwd)
-
-    @property
-    def steps(self) -> int:
-        """Repetitions of all arms, as progress counts them."""
-        return sum(cell.repeats * (len(cell.arms) + len(self.rivals)) for cell in self.cells)
-
-    @property
-    def conditions(self) -> str:
-        """What is not as it would be without being asked for."""
-        parts = []
-        if self.record_mb is not None:
-            parts.append(f"records padded to {self.record_mb:g} MB")
-        if self.throttle is not None:
-            parts.append(f"drive throttled to {self.throttle / 1e6:g} MB/s")
-        return ", ".join(parts)
-
-
-@dataclass(frozen=True, slots=True)
-class Listener:
-    """Who is told what happens.
-
-    Attributes:
-        row: gets each row.
-        cell: called with a cell that is worked on now, and its number from 1.
-        step: called with the number of repetitions that are done, or will not be.
-    """
-
-    row: Callable[[Row], None]
-    cell: Callable[[Cell, int], None] = lambda cell, number: None
-    step: Callable[[int], None] = lambda count: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +47,7 @@ async def run_bench(bench: Bench, listener: Listener) -> None:
         MoestreamError: the model cannot be streamed at all.
     """
     with ExitStack() as stack:
-        stack.enter_context(_nothing_kept())
+        stack.enter_context(nothing_kept())
         if bench.record_mb is not None:
             folder = stack.enter_context(
                 tempfile.TemporaryDirectory(dir=bench.scratch, prefix=".moestream-bench-")
@@ -119,20 +58,6 @@ async def run_bench(bench: Bench, listener: Listener) -> None:
         for group in in_groups(bench.cells):
             await _Group(bench, listener, model, group, number).run()
             number += len(group)
-
-
-@contextmanager
-def _nothing_kept() -> Iterator[None]:
-    """Keep no profile of these engines: plans of the model would go by them."""
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = ""
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[VARIABLE]
-        else:
-            os.environ[VARIABLE] = before
 
 
 class _Group:
@@ -163,6 +88,7 @@ class _Group:
         )
         self._bandwidth: float | None = None
         self._off: dict[Cell, list[Sample]] = {}
+        self._not_cold = ""
 
     async def run(self) -> None:
         """Measure all cells."""
@@ -176,8 +102,10 @@ class _Group:
             self._row, slots=sum(plan.slots) / len(plan.slots), expert_bytes=self._budget(plan)
         )
         together = batches(needs := self._needs(plan), int(MEMORY_SHARE * memory_left()))
-        self._row = replace(self._row, turns="together" if len(together) == 1 else "in turn")
         for arms in together:
+            # An arm by itself has met the others only if there are none.
+            turns = len(together) == 1 or (len(arms) > 1 and "off" in arms)
+            self._row = replace(self._row, turns="together" if turns else "in turn")
             await self._run_batch(arms, sum(needs[arm] for arm in arms))
         for number, cell in self._numbered():
             for rival in self._bench.rivals:
@@ -238,6 +166,7 @@ class _Group:
             missing |= {arm: _failed(error) for arm, error in seats.problems.items()}
             if self._warm and (reason := await self._warm_files()) is not None:
                 missing |= {arm: Missing("skipped", reason) for arm in arms if arm != RESIDENT}
+            self._not_cold = self._why_not_cold()
             for number, cell in self._numbered():
                 own = [arm for arm in cell.arms if arm in arms]
                 if own:
@@ -260,6 +189,17 @@ class _Group:
             return f"only {100 * share:.0f} % of the experts stay in the page cache"
         return None
 
+    def _why_not_cold(self) -> str:
+        """What is to be said where the page cache cannot be kept out of it; "" if it can."""
+        if not self._buffered:
+            return ""
+        if not drives.drop(self._buffered):
+            return "unaligned experts may come from the page cache"
+        share = drives.cached_share(self._buffered)
+        if share is None or share <= 1 - drives.WARM_ENOUGH:
+            return ""
+        return f"{100 * share:.0f} % of what is not read directly stayed in the page cache"
+
     async def _run_cell(
         self, cell: Cell, arms: Sequence[str], seats: Seats, missing: Mapping[str, Missing]
     ) -> None:
@@ -268,8 +208,12 @@ class _Group:
             self._off[cell] = samples
         for arm in arms:
             row = replace(self._cell_row(cell), arm=arm)
+            if cell.kind == "callers" and isinstance(results[arm], list):
+                row = _noted(row, (await seats.arm(arm)).remark(cell.callers))
             if arm == RESIDENT:
                 row = replace(row, slots=None, share=None, expert_bytes=None, direct_share=None)
+            else:
+                row = _noted(row, self._not_cold)
             self._hand_out(row, cell, results[arm])
 
     async def _measure(
@@ -396,5 +340,5 @@ def _failed(error: Exception) -> Missing:
 
 
 def _noted(row: Row, text: str) -> Row:
-    note = "; ".join(part for part in (row.note, " ".join(text.split())) if part)
-    return replace(row, note=note)
+    parts = dict.fromkeys([*filter(None, row.note.split("; ")), " ".join(text.split())])
+    return replace(row, note="; ".join(filter(None, parts)))

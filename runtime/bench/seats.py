@@ -9,9 +9,10 @@ from typing import Any, Self
 import mlx.core as mx
 
 from ..machine import available_bytes
-from .arms import Arm, EngineArm, ResidentArm
+from .arms import Arm, EngineArm
 from .cells import Cell
 from .model import BenchModel
+from .resident import ResidentArm
 
 WARM_UP = 48
 """Tokens that an engine decodes before anything is measured: its slots fill, guesses are tried."""
@@ -125,7 +126,7 @@ class Seats:
             arm = await EngineArm.open(
                 self._model.directory,
                 name,
-                config=self._model.config,
+                routed=self._model.routing is not None,
                 throttle=self._throttle,
                 **self._arguments,
             )

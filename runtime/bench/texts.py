@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+ROUTING_KEY = "moestream_routing"
+"""In the config of a checkpoint with recorded routing; or it has a file ``ROUTING_FILE``."""
+
+ROUTING_FILE = "routing.json"
 
 _SENTENCES = """
 The ferry left the harbour a little after six, with two cyclists and a crate of hens on board.
@@ -66,3 +75,43 @@ def prompt_of(tokenizer: Any, count: int, seed: int, *, vocabulary: int) -> list
         sentences *= 2
         ids = list(tokenizer.encode(prompt_text(seed, sentences)))
     return ids[:count]
+
+
+# -- recorded routing ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Of a synthetic checkpoint whose tokens are the steps of a recording.
+
+    Attributes:
+        first_token: id of the first step; the others follow.
+        steps: how many there are.
+        description: where they come from.
+    """
+
+    first_token: int
+    steps: int
+    description: str
+
+    def prompt(self, count: int, seed: int) -> list[int]:
+        """Steps that follow each other from some place on; decoding goes on behind them."""
+        begin = random.Random(seed).randrange(self.steps)
+        return [self.first_token + (begin + at) % self.steps for at in range(count)]
+
+
+def recorded_routing(directory: Path, config: Mapping[str, Any]) -> Routing | None:
+    """What a checkpoint says about its routing; None when that is the model's own.
+
+    Args:
+        directory: of the checkpoint.
+        config: its config.json.
+    """
+    about = config.get(ROUTING_KEY)
+    try:
+        if about is None:
+            about = json.loads((directory / ROUTING_FILE).read_text(encoding="utf-8"))
+        first, steps = int(about["first_token"]), int(about["steps"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return Routing(first, steps, str(about.get("description", "recorded"))) if steps > 0 else None
