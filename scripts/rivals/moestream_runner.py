@@ -1,0 +1,105 @@
+"""Measure moestream itself in the way of the other runners: the same arguments, loop and lines.
+
+    python scripts/rivals/moestream_runner.py --model DIR --budget-bytes N --prompt-file FILE \\
+        [--tokens 32] [--repeats 3] [--cold | --warm] [--prefetch off | on]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+# What is measured here must not become what later plans of the model go by.
+os.environ["MOESTREAM_CACHE_DIR"] = ""
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from moestream import Engine, MoestreamError, PrefetchConfig
+from moestream.runtime.assembly import draw_blueprint
+from scripts.rivals import page_cache, protocol
+from scripts.rivals.errors import RivalError
+from scripts.rivals.protocol import Line, Measured, Sample
+
+
+def look(engine: Engine) -> Sample:
+    """Clock and counters."""
+    seen, ours = page_cache.counters(), engine.statistics()
+    return Sample(
+        time.perf_counter(),
+        ours.bytes_read,
+        ours.stall_seconds,
+        seen.device_bytes,
+        seen.major_faults,
+    )
+
+
+async def answer(
+    engine: Engine, prompt: Sequence[int], tokens: int
+) -> tuple[list[Sample], list[int]]:
+    """Looks before, at the first token and at the last one; all tokens."""
+    marks = [look(engine)]
+    output = []
+    async for chunk in engine.stream(list(prompt), max_tokens=tokens + 1, ignore_eos=True):
+        output.append(chunk.token)
+        if len(output) == 1:
+            marks.append(look(engine))
+    return [*marks, look(engine)], output
+
+
+async def measure_engine(options: argparse.Namespace) -> Measured:
+    """Open, warm up, repeat."""
+    prompts = protocol.read_prompts(options.prompt_file)
+    files = sorted(options.model.glob("*.safetensors"))
+    sizes = [layer.record_bytes for layer in draw_blueprint(options.model).size.layers]
+    slots = options.slots or protocol.slots_for(options.budget_bytes, sizes)
+    result = Measured(f"moestream, prefetch {options.prefetch}", tokens=options.tokens)
+    engine = await Engine.open(
+        options.model,
+        slots=slots,
+        direct=options.reads == "direct",
+        prefetch=PrefetchConfig() if options.prefetch == "on" else "off",
+        context=max(map(len, prompts)) + options.tokens + 2,
+        pressure="off",  # the number of slots is the same for all systems
+    )
+    async with engine:
+        if options.warm:
+            page_cache.read_in(files)
+        await answer(engine, prompts[0], protocol.WARM_TOKENS)
+        for turn in range(options.repeats):
+            if options.cold and options.reads == "buffered" and not page_cache.drop(files):
+                raise RivalError("this system cannot empty the page cache; use --reads direct")
+            prompt = prompts[turn % len(prompts)]
+            (begun, first, last), output = await answer(engine, prompt, options.tokens)
+            result.prefill.append(protocol.between(begun, first))
+            result.decode.append(protocol.between(first, last))
+            result.prompt_tokens.append(len(prompt))
+            result.outputs.append(output)
+        total = engine.statistics()
+    result.extra = {"slots": slots, "hits": total.hits, "misses": total.misses}
+    result.note = protocol.condition(options)
+    return result
+
+
+def measure(options: argparse.Namespace) -> Measured:
+    """The same, and errors of the engine as errors of the runner."""
+    try:
+        return asyncio.run(measure_engine(options))
+    except MoestreamError as error:
+        raise RivalError(str(error)) from error
+
+
+def run(arguments: Sequence[str]) -> list[Line]:
+    """The whole program but for printing."""
+    parser = protocol.make_parser(__doc__)
+    parser.add_argument("--prefetch", choices=["off", "on"], default="off", help="reading ahead")
+    options = parser.parse_args(arguments)
+    protocol.check_conditions(options)
+    return protocol.launch(measure, options, __file__)
+
+
+if __name__ == "__main__":
+    protocol.run_main(run)
