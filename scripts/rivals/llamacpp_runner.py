@@ -63,6 +63,8 @@ def advise_random(file: Path, maps: Path = Path("/proc/self/maps")) -> int:
 
     A page fault then reads its page alone.
     """
+    if not maps.exists():
+        raise RivalError("--advice random needs /proc/self/maps, which this system has not")
     libc = ctypes.CDLL(None, use_errno=True)
     told = 0
     for line in maps.read_text().splitlines():
@@ -184,6 +186,13 @@ def measure(options: argparse.Namespace) -> Measured:
     return result
 
 
+def processors() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def anonymous_bytes(status: Path = Path("/proc/self/status")) -> int | None:
     """Memory of this process that is not of files; None where the system does not say."""
     if not status.exists():
@@ -212,7 +221,7 @@ def run(arguments: Sequence[str]) -> list[Line]:
     add("--checkout", type=Path, required=True, metavar="DIR", help="of llama-cpp-python")
     add("--library", type=Path, required=True, metavar="DIR", help="where libllama was built")
     add("--gguf", type=Path, required=True, metavar="FILE", help="written by write_gguf.py")
-    add("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
+    add("--threads", type=int, default=processors(), metavar="N")
     add(
         "--advice",
         choices=["none", "random"],

@@ -14,8 +14,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-# What is measured here must not become what later plans of the model go by.
-os.environ["MOESTREAM_CACHE_DIR"] = ""
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from moestream import Engine, MoestreamError, PrefetchConfig
@@ -102,4 +100,6 @@ def run(arguments: Sequence[str]) -> list[Line]:
 
 
 if __name__ == "__main__":
+    # What is measured here must not become what later plans of the model go by.
+    os.environ["MOESTREAM_CACHE_DIR"] = ""
     protocol.run_main(run)
