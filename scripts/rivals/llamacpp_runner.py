@@ -132,9 +132,10 @@ class LlamaCpp:
 
 
 def look() -> Sample:
-    """Clock and counters; the mapping counts no bytes of its own."""
+    """Clock and counters; it counts no bytes itself, so the kernel's count has to do."""
     seen = page_cache.counters()
-    return Sample(time.perf_counter(), None, None, seen.device_bytes, seen.major_faults)
+    nbytes = seen.device_bytes
+    return Sample(time.perf_counter(), nbytes, None, nbytes, seen.major_faults)
 
 
 def generate(
