@@ -52,6 +52,7 @@ def _pf_ex():
 class Pool:
     def __init__(self, layer, slots):
         self.layer, self.n_slots, self.sweep_fetch_s = layer, slots, 0.25
+        self.hits, self.misses = 0, 0
         self.pool = {"up_proj": {"weight": mx.zeros((2,), mx.uint32),
                                  "scales": mx.zeros((2,), mx.bfloat16)}}
 
@@ -61,6 +62,7 @@ class Switch:
         self._pf_next = None
     def __call__(self, x, indices):
         self.reader.read_ranges([])
+        self.pool.hits += 1
         if self._pf_next is not None:
             calls.append(("gate", self._pf_next[1](x).shape[-1]))
             _pf_ex().submit(len, ()).result()
@@ -174,6 +176,7 @@ def test_streamlx_prints_a_line_for_prompts_and_one_for_decoding(
     ]
     for line, calls in zip(lines, (2 * 2, 3 * 2), strict=True):  # layers, and chunks or tokens
         assert line["bytes_read"] == [100 * calls] * 2
+        assert (line["hits"], line["misses"]) == ([calls] * 2, [0, 0])
         assert len(line["seconds"]) == len(line["device_bytes"]) == 2
         assert all(0 < stall <= total for stall, total in both(line, "stall_seconds", "seconds"))
         assert line["identical"] is True
@@ -631,7 +634,9 @@ def test_ours_in_the_same_protocol(checkpoint: Path, tmp_path: Path) -> None:
     assert [line["kind"] for line in lines] == ["prefill", "decode"]
     assert lines[0]["tokens"] == [3, 1]
     assert lines[1]["outputs"] == again[1]["outputs"]
-    assert lines[1]["note"] == "cold, direct reads"
+    assert lines[1]["note"].startswith("cold, direct reads, page cache emptied before each")
+    assert lines[1]["note"].endswith("; buffered in 2 of 2 files, which are not aligned")
+    assert lines[1]["hits"][0] + lines[1]["misses"][0] == 3 * SMALL.layers * SMALL.top_k
     assert again[1]["note"] == "warm, buffered reads"
     assert all(stall <= total for stall, total in both(lines[1], "stall_seconds", "seconds"))
 
@@ -675,6 +680,21 @@ def test_arguments_that_argparse_refuses(
         moestream_runner.run([*words(checkpoint, tmp_path), *more])
     assert ended.value.code == 2
     assert "--budget-bytes" in capsys.readouterr().err
+
+
+def test_a_page_cache_that_cannot_be_emptied(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped: list[Path] = []
+    monkeypatch.setattr(page_cache, "drop", lambda files: dropped.extend(files))  # None: no way
+    options = SimpleNamespace(cold=True, reads="direct")
+    protocol.cool(options, [checkpoint])  # type: ignore[arg-type]
+    options.cold = False
+    protocol.cool(options, [checkpoint])  # type: ignore[arg-type]
+    assert dropped == [checkpoint]
+    options.cold, options.reads = True, "buffered"
+    with pytest.raises(RivalError, match="use --reads direct"):
+        protocol.cool(options, [checkpoint])  # type: ignore[arg-type]
 
 
 def test_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -751,6 +771,8 @@ def canned(kind: str, seconds: list[float], outputs: object = 0) -> protocol.Lin
         "stall_seconds": [None] * len(seconds),
         "bytes_read": [2_000_000] * len(seconds),
         "device_bytes": zeros,
+        "hits": [3] * len(seconds),
+        "misses": [1] * len(seconds),
         "outputs": outputs,
     }
 
@@ -771,7 +793,7 @@ def test_ratios_are_of_runs_of_the_same_round() -> None:
     assert (theirs["time_ratio_low"], theirs["time_ratio_high"]) == (0.5, 2.0)
     assert theirs["time_ratio"] == 1.25
     assert theirs["ms_per_token"] == 450.0
-    assert (theirs["read_mb"], theirs["stall_ms"]) == (0.2, None)
+    assert (theirs["read_mb"], theirs["stall_ms"], theirs["hit_rate"]) == (0.2, None, 0.75)
     assert rows["prefill", "theirs"]["time_ratio"] == 1.25
     assert rows["decode", "ours"]["time_ratio"] == 1.0
     assert compare.same_tokens(rounds) == {"ours": True, "theirs": False}

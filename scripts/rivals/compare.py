@@ -68,6 +68,14 @@ def per_token(line: Line, column: str) -> float | None:
     return statistics.median(known) if len(known) == len(values) else None
 
 
+def hit_rate(line: Line) -> float | None:
+    """Hits of all repetitions among their routed experts; None when they were not counted."""
+    if None in line["hits"]:
+        return None
+    hits, misses = sum(line["hits"]), sum(line["misses"])
+    return hits / max(hits + misses, 1)
+
+
 def summarize(rounds: Sequence[dict[str, list[Line]]]) -> list[Line]:
     """A row per kind and arm.
 
@@ -93,6 +101,7 @@ def summarize(rounds: Sequence[dict[str, list[Line]]]) -> list[Line]:
                     "stall_ms": _middle([per_token(line, "stall_seconds") for line in lines], 1e3),
                     "read_mb": _middle([per_token(line, "bytes_read") for line in lines], 1e-6),
                     "device_mb": _middle([per_token(line, "device_bytes") for line in lines], 1e-6),
+                    "hit_rate": _middle([hit_rate(line) for line in lines], 1),
                     "time_ratio": _middle(ratios, 1),
                     "time_ratio_low": round(min(ratios), 3),
                     "time_ratio_high": round(max(ratios), 3),

@@ -32,6 +32,8 @@ def look(engine: Engine) -> Sample:
         ours.stall_seconds,
         seen.device_bytes,
         seen.major_faults,
+        ours.hits,
+        ours.misses,
     )
 
 
@@ -68,17 +70,20 @@ async def measure_engine(options: argparse.Namespace) -> Measured:
             page_cache.read_in(files)
         await answer(engine, prompts[0], protocol.WARM_TOKENS)
         for turn in range(options.repeats):
-            if options.cold and options.reads == "buffered" and not page_cache.drop(files):
-                raise RivalError("this system cannot empty the page cache; use --reads direct")
+            protocol.cool(options, files)
             prompt = prompts[turn % len(prompts)]
             (begun, first, last), output = await answer(engine, prompt, options.tokens)
             result.prefill.append(protocol.between(begun, first))
             result.decode.append(protocol.between(first, last))
             result.prompt_tokens.append(len(prompt))
             result.outputs.append(output)
-        total = engine.statistics()
-    result.extra = {"slots": slots, "hits": total.hits, "misses": total.misses}
+        store = engine._core.store
+        read = {part.path for group in store.groups for part in group.record.components}
+        aside = read - store.reader.direct_files if options.reads == "direct" else set()
+    result.extra = {"slots": slots}
     result.note = protocol.condition(options)
+    if aside:
+        result.note += f"; buffered in {len(aside)} of {len(read)} files, which are not aligned"
     return result
 
 

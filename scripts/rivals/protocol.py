@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from scripts.rivals import page_cache
 from scripts.rivals.errors import RivalError
 from scripts.rivals.memory_group import run_limited
 
@@ -30,6 +31,8 @@ class Sample:
         stall_seconds: time that the computing thread waited for the drive; None when unknown.
         device_bytes: fetched from the drive by the process, by the kernel's count; None if unknown.
         major_faults: page faults that had to wait for the drive.
+        hits, misses: routed experts, per layer call, that were there or had to be read; what was
+            read ahead in time, or nearly, is a hit. None when unknown.
     """
 
     seconds: float
@@ -37,6 +40,8 @@ class Sample:
     stall_seconds: float | None
     device_bytes: int | None
     major_faults: int
+    hits: int | None = None
+    misses: int | None = None
 
 
 @dataclass
@@ -153,10 +158,21 @@ def check_conditions(options: argparse.Namespace) -> None:
         raise RivalError(f"--model {options.model} is no directory")
 
 
+def cool(options: argparse.Namespace, files: Sequence[Path]) -> None:
+    """Before a repetition: empty the page cache of the files where it would help.
+
+    Raises:
+        RivalError: there is no way to do so.
+    """
+    # With direct reads, too: those whose alignment does not allow them are buffered.
+    if options.cold and not page_cache.drop(files) and options.reads == "buffered":
+        raise RivalError("this system cannot empty the page cache; use --reads direct")
+
+
 def condition(options: argparse.Namespace) -> str:
     """The conditions in words, for the note."""
     parts = ["warm" if options.warm else "cold", f"{options.reads} reads"]
-    if options.reads == "buffered" and not options.warm:
+    if not options.warm and options.reads != "memory-mapped":
         parts.append("page cache emptied before each repetition")
     if options.memory_limit:
         parts.append(f"memory limit {options.memory_limit} bytes with page cache")

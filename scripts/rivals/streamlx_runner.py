@@ -82,6 +82,10 @@ class Streamlx:
         sweeps = sum(pool.sweep_fetch_s for pool in self._pools.values())
         return self._clock.seconds + float(sweeps)
 
+    def count(self, name: str) -> int:
+        """One of its counters, of all layers."""
+        return sum(getattr(pool, name) for pool in self._pools.values())
+
     def statistics(self) -> dict[str, Any]:
         """Its own counters since the start."""
         return dict(self._integrate.aggregate_stats(self._pools))
@@ -166,8 +170,7 @@ def measure(options: argparse.Namespace) -> Measured:
         arm = "streamlx" if options.lookahead else "streamlx, no lookahead"
         result = Measured(arm, tokens=options.tokens)
         for turn in range(options.repeats):
-            if options.cold and options.reads == "buffered" and not page_cache.drop(files):
-                raise RivalError("this system cannot empty the page cache; use --reads direct")
+            protocol.cool(options, files)
             prompt = prompts[turn % len(prompts)]
             marks = [_look(system)]
             mark = partial(_append, marks, system)
@@ -202,6 +205,8 @@ def _look(system: Streamlx) -> Sample:
         system.stall(),
         seen.device_bytes,
         seen.major_faults,
+        system.count("hits"),
+        system.count("misses"),
     )
 
 
