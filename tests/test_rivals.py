@@ -156,7 +156,7 @@ def prompt_file(folder: Path, value: object) -> Path:
 def words(model: Path, folder: Path, *more: object, prompts: object = (5, 6, 7)) -> list[str]:
     """A command line of a runner."""
     common = ["--model", model, "--prompt-file", prompt_file(folder, prompts), "--tokens", 3]
-    return [str(word) for word in [*common, "--repeats", 2, *more]]
+    return [str(word) for word in [*common, "--repeats", 2, "--warm-tokens", 8, *more]]
 
 
 # -- streamlx -----------------------------------------------------------------------------------
@@ -406,7 +406,7 @@ def test_llama_cpp_warm(checkpoint: Path, llama: list[str], tmp_path: Path) -> N
     (path, model), context = fake.log
     assert path == os.fsencode(tmp_path / "model.gguf")
     assert model == {"n_gpu_layers": 0, "use_extra_bufts": False, "load_mode": 1}
-    assert context["n_ctx"] == 3 + protocol.WARM_TOKENS + 1
+    assert context["n_ctx"] == 3 + 8 + 1
     assert context["n_threads"] == context["n_threads_batch"] == 2
 
 
@@ -631,6 +631,9 @@ def test_ours_in_the_same_protocol(checkpoint: Path, tmp_path: Path) -> None:
     arguments = words(checkpoint, tmp_path, "--slots", 4, prompts=[[5, 6, 7], [8]])
     lines = moestream_runner.run(arguments)
     again = moestream_runner.run([*arguments, "--prefetch", "on", "--warm"])
+    greedy = moestream_runner.run([*arguments, "--prefetch", '{"admission": "always"}'])
+    assert greedy[1]["outputs"] == lines[1]["outputs"]
+    assert greedy[1]["arm"] == 'moestream, prefetch {"admission": "always"}'
     assert [line["kind"] for line in lines] == ["prefill", "decode"]
     assert lines[0]["tokens"] == [3, 1]
     assert lines[1]["outputs"] == again[1]["outputs"]
@@ -662,6 +665,8 @@ def test_a_prompt_file_that_is_not_there(tmp_path: Path) -> None:
     [
         (["--slots", "4", "--warm", "--reads", "direct"], "which --reads direct goes past"),
         (["--slots", "4", "--model", "nowhere"], "nowhere is no directory"),
+        (["--slots", "4", "--prefetch", "of"], "--prefetch of: Expecting value"),
+        (["--slots", "4", "--prefetch", '{"x": 1}'], "unexpected keyword argument 'x'"),
         (["--budget-bytes", "10"], "--budget-bytes 10: one expert per layer takes"),
     ],
 )

@@ -159,10 +159,10 @@ def measure(options: argparse.Namespace) -> Measured:
     else:
         page_cache.read_in([options.gguf])
     longest = max(map(len, prompts))
-    system = LlamaCpp(options, longest + max(options.tokens, protocol.WARM_TOKENS) + 1)
+    system = LlamaCpp(options, longest + max(options.tokens, options.warm_tokens) + 1)
     if max(map(max, prompts)) >= system.vocabulary:
         raise RivalError(f"the prompt has tokens beyond the vocabulary of {system.vocabulary}")
-    generate(system, prompts[0], protocol.WARM_TOKENS)
+    generate(system, prompts[0], options.warm_tokens)
     result = Measured("llama.cpp", tokens=options.tokens)
     for turn in range(options.repeats):
         prompt = prompts[turn % len(prompts)]

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -21,6 +23,22 @@ from moestream.runtime.assembly import draw_blueprint
 from scripts.rivals import page_cache, protocol
 from scripts.rivals.errors import RivalError
 from scripts.rivals.protocol import Line, Measured, Sample
+
+
+def read_prefetch(text: str) -> PrefetchConfig | Literal["off"]:
+    """The argument ``--prefetch``.
+
+    Raises:
+        RivalError: there is no such configuration.
+    """
+    if text == "off":
+        return "off"
+    if text == "on":
+        return PrefetchConfig()
+    try:
+        return PrefetchConfig(**json.loads(text))
+    except (ValueError, TypeError, MoestreamError) as error:
+        raise RivalError(f"--prefetch {text}: {error}") from error
 
 
 def look(engine: Engine) -> Sample:
@@ -61,14 +79,14 @@ async def measure_engine(options: argparse.Namespace) -> Measured:
         options.model,
         slots=slots,
         direct=options.reads == "direct",
-        prefetch=PrefetchConfig() if options.prefetch == "on" else "off",
-        context=max(map(len, prompts)) + options.tokens + 2,
+        prefetch=read_prefetch(options.prefetch),
+        context=max(map(len, prompts)) + max(options.tokens, options.warm_tokens) + 2,
         pressure="off",  # the number of slots is the same for all systems
     )
     async with engine:
         if options.warm:
             page_cache.read_in(files)
-        await answer(engine, prompts[0], protocol.WARM_TOKENS)
+        await answer(engine, prompts[0], options.warm_tokens)
         for turn in range(options.repeats):
             protocol.cool(options, files)
             prompt = prompts[turn % len(prompts)]
@@ -98,7 +116,12 @@ def measure(options: argparse.Namespace) -> Measured:
 def run(arguments: Sequence[str]) -> list[Line]:
     """The whole program but for printing."""
     parser = protocol.make_parser(__doc__)
-    parser.add_argument("--prefetch", choices=["off", "on"], default="off", help="reading ahead")
+    parser.add_argument(
+        "--prefetch",
+        default="off",
+        metavar="off|on|JSON",
+        help="reading ahead: not, by the defaults, or with the given fields of PrefetchConfig",
+    )
     options = parser.parse_args(arguments)
     protocol.check_conditions(options)
     return protocol.launch(measure, options, __file__)

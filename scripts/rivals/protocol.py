@@ -14,8 +14,8 @@ from scripts.rivals import page_cache
 from scripts.rivals.errors import RivalError
 from scripts.rivals.memory_group import run_limited
 
-WARM_TOKENS = 8
-"""Tokens decoded before anything is measured, behind the first prompt."""
+WARM_TOKENS = 32
+"""Tokens decoded before anything is measured: what is learnt while decoding needs some."""
 
 Line = dict[str, Any]
 """A line of JSON."""
@@ -116,6 +116,13 @@ def make_parser(description: str | None, *, reads: bool = True) -> argparse.Argu
     add("--prompt-file", type=Path, required=True, metavar="FILE", help=f"{read_prompts.__doc__}")
     add("--tokens", type=_positive, default=32, metavar="N", help="decoded per repetition")
     add("--repeats", type=_positive, default=3, metavar="R", help="repetitions")
+    add(
+        "--warm-tokens",
+        type=_positive,
+        default=WARM_TOKENS,
+        metavar="N",
+        help=f"decoded behind the first prompt before anything is measured; default {WARM_TOKENS}",
+    )
     temperature = parser.add_mutually_exclusive_group()
     temperature.add_argument(
         "--cold", action="store_true", help="misses come from the drive (the default)"

@@ -166,7 +166,7 @@ def measure(options: argparse.Namespace) -> Measured:
         system = Streamlx(options, Path(folder))
         if options.warm:
             page_cache.read_in(files)
-        generate(system.model, prompts[0], protocol.WARM_TOKENS, lambda: None)
+        generate(system.model, prompts[0], options.warm_tokens, lambda: None)
         arm = "streamlx" if options.lookahead else "streamlx, no lookahead"
         result = Measured(arm, tokens=options.tokens)
         for turn in range(options.repeats):
