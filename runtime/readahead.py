@@ -23,12 +23,21 @@ HOST_SECONDS = 100e-6
 """Interpreter time of one read, on the loop and in a lane (measured on two slow cores: the compute
 thread cannot build graphs meanwhile)."""
 
+WASTE = 0.5
+"""Share of a record's reading time that a wrong guess costs although it was read in idle time: a
+demand may find it running, and the expert that lost its slot may be wanted (chosen by measurement:
+thresholds of 0.3 to 0.4 were best, or as good, with and without locality)."""
+
 LESSON_TOKENS = 16
 """Tokens between two updates of the calibration, which is a slow average: learning from many calls
 at once takes a tenth of the time (at first it learns more often, when it knows little)."""
 
 EMBEDDING = 99
 """Stands for the distance of a prediction that was made from the token's embedding."""
+
+
+_Prediction = tuple[int, list[int], list[bool]]
+"""Distance, candidates, and which of them were missing."""
 
 
 @dataclass(slots=True)
@@ -101,8 +110,8 @@ class ReadAhead:
         self._tried = config.admission == "idle" and not config.deterministic and config.reads
         self._began = 0.0
         self.totals = Totals()
-        self._predicted: list[list[tuple[int, list[int]]]] = [[] for _ in range(count)]
-        self._lessons: dict[tuple[int, int], list[tuple[list[int], Sequence[int]]]] = {}
+        self._predicted: list[list[_Prediction]] = [[] for _ in range(count)]
+        self._lessons: dict[tuple[int, int], list[tuple[_Prediction, Sequence[int]]]] = {}
         self._lesson_at = 1
         self._tokens = 0
         self._least = [0.0] * count
@@ -205,10 +214,10 @@ class ReadAhead:
         predictions = self._predicted[group]
         if not predictions:
             return ()
-        for distance, ranked in predictions:
-            lessons = self._lessons.setdefault((group, distance), [])
-            lessons.append((ranked, experts))
-        predicted = [ranked for _, ranked in predictions]
+        for prediction in predictions:
+            lessons = self._lessons.setdefault((group, prediction[0]), [])
+            lessons.append((prediction, experts))
+        predicted = [ranked for _, ranked, _ in predictions]
         predictions.clear()
         return predicted
 
@@ -218,7 +227,9 @@ class ReadAhead:
             top_k = self._top_k[group]
             # A router that asks for an expert twice leaves a shorter row: no expert has id -1.
             routed = [[*experts, *[-1] * (top_k - len(experts))] for _, experts in lessons]
-            hits = self.calibration.learn(group, distance, [r for r, _ in lessons], routed)
+            ranked = [ranked for (_, ranked, _), _ in lessons]
+            missing = [missing for (_, _, missing), _ in lessons]
+            hits = self.calibration.learn(group, distance, ranked, missing, routed)
             recall = self.totals.recall.setdefault(distance, Recall())
             recall.routed += sum(len(experts) for _, experts in lessons)
             recall.found_at_top_k += int(hits[:, :top_k].sum())
@@ -246,7 +257,10 @@ class ReadAhead:
         rows: list[list[int]] = [row for rows in lists for row in rows]
         for (distance, target), ranked in zip(targets, rows, strict=True):
             self.totals.predictions += 1
-            self._predicted[target].append((distance, ranked))
+            slot = self._groups[target].residency.slot
+            # Read without the lock: what has changed is noticed when the guess is asked for.
+            missing = [slot(expert) == NONE for expert in ranked]
+            self._predicted[target].append((distance, ranked, missing))
             chances = self.calibration.probabilities(target, distance, len(ranked))
             if self._tracer.enabled:
                 at, layer = self._forward, self._layers[target]
@@ -255,13 +269,11 @@ class ReadAhead:
                 continue
             at = position + target - first
             least = max(config.min_score, self._least[target])
-            slot = self._groups[target].residency.slot
             keep = not config.missing_only  # what is there is touched by the store
-            # Read without the lock: what has changed is noticed when the guess is asked for.
             chosen = [
                 Guess((target, expert), at, chance if chance > 1e-6 else 1e-6)
-                for expert, chance in zip(ranked, chances, strict=False)
-                if chance >= least and (keep or slot(expert) == NONE)
+                for expert, chance, absent in zip(ranked, chances, missing, strict=False)
+                if chance >= least and (keep or absent)
             ]
             if config.layer_budget is not None:
                 chosen = chosen[: config.layer_budget]
@@ -278,13 +290,14 @@ class ReadAhead:
         return guesses
 
     def _worth(self, nbytes: int, bandwidth: float) -> float:
-        """Probability from which a guess is worth its host time.
+        """Probability from which a guess is worth what it costs when it is wrong.
 
-        It costs ``HOST_SECONDS`` of the interpreter when it is wrong, and saves the wait for a
-        record when it is right: p * record / bandwidth > (1 - p) * HOST_SECONDS.
+        It saves the wait for a record when it is right: with ``saved = record / bandwidth``,
+        p * saved > (1 - p) * (HOST_SECONDS + WASTE * saved).
         """
         saved = nbytes / bandwidth if bandwidth else 1e-3
-        return HOST_SECONDS / (HOST_SECONDS + saved)
+        wrong = HOST_SECONDS + WASTE * saved
+        return wrong / (wrong + saved)
 
     @property
     def _resting(self) -> bool:

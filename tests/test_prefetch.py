@@ -276,7 +276,7 @@ def test_layer_lists() -> None:
 def test_calibration_learns_each_rank() -> None:
     calibration = Calibration([4, 4])
     for _ in range(300):
-        calibration.learn(1, 1, [[5, 6, 7]], [[5, 9]])
+        calibration.learn(1, 1, [[5, 6, 7]], [[True] * 3], [[5, 9]])
     row = calibration.probabilities(1, 1, 3)
     assert row[0] > 0.99
     assert row[1] < 0.01
@@ -285,6 +285,23 @@ def test_calibration_learns_each_rank() -> None:
     again = Calibration([4, 4])
     again.load_json(calibration.to_json())
     assert again.probabilities(1, 1, 3) == pytest.approx(row, abs=1e-3)
+
+
+def test_calibration_counts_missing_candidates_only() -> None:
+    calibration = Calibration([2, 2])
+    for _ in range(300):
+        # Resident, it is always routed; missing, never.
+        calibration.learn(0, 1, [[5], [5]], [[False], [True]], [[5, 9], [8, 9]])
+    assert calibration.probabilities(0, 1, 1)[0] < 0.01
+
+
+def test_calibration_of_a_layer_begins_with_that_of_others() -> None:
+    calibration = Calibration([2, 2, 2])
+    for _ in range(300):
+        calibration.learn(0, 1, [[5]], [[True]], [[8, 9]])
+    first = calibration.probabilities(1, 1, 1)[0]
+    calibration.learn(1, 1, [[5]], [[True]], [[5, 9]])
+    assert calibration.probabilities(1, 1, 1)[0] < first / 2
 
 
 def test_governor_grants_what_the_drive_reads_meanwhile() -> None:

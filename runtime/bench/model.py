@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,8 @@ class BenchModel:
         Raises:
             BudgetTooSmall: says the smallest budget that would do.
         """
-        with leased_streams():
-            return prepare(Settings(self.directory, **self.settings(budget, context))).plan
+        settings = Settings(self.directory, **self.settings(budget, context))
+        return _prepare(settings).plan
 
     def prompt(self, count: int, seed: int) -> list[int]:
         """Token ids, the same for the same arguments."""
@@ -61,6 +62,17 @@ class BenchModel:
             return self.routing.prompt(count, seed)
         size = self._prepared.blueprint.size
         return prompt_of(self._prepared.tokenizer, count, seed, vocabulary=size.vocabulary)
+
+
+def _prepare(settings: Settings) -> Prepared:
+    """Plan an engine on a thread of its own: one thread can lease streams of a GPU only once."""
+
+    def work() -> Prepared:
+        with leased_streams():
+            return prepare(settings)
+
+    with ThreadPoolExecutor(1, thread_name_prefix="moestream-bench-plan") as thread:
+        return thread.submit(work).result()
 
 
 def look_at(model: str | Path, *, suite: str, conditions: str) -> BenchModel:
@@ -74,26 +86,25 @@ def look_at(model: str | Path, *, suite: str, conditions: str) -> BenchModel:
     Raises:
         MoestreamError: it cannot be streamed.
     """
-    with leased_streams():
-        prepared = prepare(Settings(model, slots=1))
-        blueprint, records = prepared.blueprint, prepared.records
-        size = blueprint.size
-        routing = recorded_routing(blueprint.checkpoint.directory, blueprint.lazy.config)
-        row = Row(
-            suite=suite,
-            conditions=conditions,
-            routing="" if routing is None else routing.description,
-            **facts(),
-            **model_facts(prepared, records),
-        )
-        return BenchModel(
-            directory=blueprint.checkpoint.directory,
-            routing=routing,
-            records=records,
-            row=row,
-            experts=max(layer.experts for layer in size.layers),
-            resident_bytes=size.trunk_bytes
-            + sum(layer.experts * layer.slot_bytes for layer in size.layers),
-            packed=blueprint.manifest is not None,
-            _prepared=prepared,
-        )
+    prepared = _prepare(Settings(model, slots=1))
+    blueprint, records = prepared.blueprint, prepared.records
+    size = blueprint.size
+    routing = recorded_routing(blueprint.checkpoint.directory, blueprint.lazy.config)
+    row = Row(
+        suite=suite,
+        conditions=conditions,
+        routing="" if routing is None else routing.description,
+        **facts(),
+        **model_facts(prepared, records),
+    )
+    return BenchModel(
+        directory=blueprint.checkpoint.directory,
+        routing=routing,
+        records=records,
+        row=row,
+        experts=max(layer.experts for layer in size.layers),
+        resident_bytes=size.trunk_bytes
+        + sum(layer.experts * layer.slot_bytes for layer in size.layers),
+        packed=blueprint.manifest is not None,
+        _prepared=prepared,
+    )
