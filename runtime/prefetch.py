@@ -47,8 +47,8 @@ class PrefetchConfig:
             made, and are waited for at the next layer. For debugging and tests.
     """
 
-    distances: tuple[int, ...] = (1, 2)
-    width: float = 1.5
+    distances: tuple[int, ...] = (1,)
+    width: float = 1.0
     min_score: float = 0.0
     layer_budget: int | None = None
     forward_budget: int | None = None
@@ -320,19 +320,23 @@ class Trial:
     differs between machines and cannot be seen from the drive. So decoding runs in legs of some
     tokens, the better way mostly and the other one now and then; the first token of a leg, which
     still feels the leg before, is left out. The longer the verdict stands, the rarer the trial.
+
+    It begins with guesses and gives them time to learn. Token times scatter by more than what is to
+    be found, and a wrong verdict against guesses costs more than one for them: on a tie they stay.
     """
 
+    FIRST = 4  # legs with guesses before the first trial
     LEG = 6
     LONGEST = 32  # legs of the better way between two trials
     RATE = 0.1
-    MARGIN = 0.99
-    """Guesses have to be so much faster: on a tie nothing is read in vain."""
+    MARGIN = 1.02
+    """Guesses may be so much slower before they are given up."""
 
     def __init__(self) -> None:
         self._seconds: dict[bool, float] = {}
         self._weight: dict[bool, float] = {True: 0.0, False: 0.0}
         self._better = True
-        self._patience = 1
+        self._patience = self.FIRST
         self._legs = 0  # of the better way since the last trial
         self._left = self.LEG
         self._fresh = True
@@ -366,9 +370,6 @@ class Trial:
 
     def _next_leg(self) -> None:
         self._left, self._fresh = self.LEG, True
-        if len(self._seconds) < 2:
-            self.on = len(self._seconds) == 0 or not self.on
-            return
         if self.on != self._better:  # a trial has ended
             better = self._seconds[True] < self.MARGIN * self._seconds[False]
             same = better == self._better

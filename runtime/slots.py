@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..io.records import ITEM_BYTES, PAGE, Component, Record
+from .hugepages import use_large_pages
 from .staging import copy_rows
 
 DTYPES = {
@@ -84,6 +85,8 @@ def _allocate(component: Component, slots: int) -> tuple[mx.array, memoryview]:
     mx.eval(pool)
     if count and _address(_bytes(pool)) != _address(storage) + skip:
         raise RuntimeError(f"MLX copied the slot pool of {component.name} instead of aliasing it")
+    if mx.default_device() == mx.cpu:  # a GPU's driver has pages of its own
+        use_large_pages(_address(storage), storage.nbytes)
     return pool, storage[skip : skip + count * item]
 
 
