@@ -592,7 +592,8 @@ def test_a_gguf_file_has_all_tensors_in_llama_cpps_order_of_names(
     assert writer.infos["blk.1.ffn_up_exps.weight"][0] == up
     assert writer.infos["blk.0.attn_output.weight"][2] == "Q4_1"
     assert writer.infos["blk.0.ffn_gate_inp.weight"][2] == "F32"
-    assert writer.infos["token_embd.weight"][2] == "F16"
+    assert writer.infos["token_embd.weight"][2] == "Q4_1"
+    assert writer.infos["output.weight"][2] == "F16"  # not quantized in the checkpoint
     sizes = [nbytes for _, nbytes, _ in writer.infos.values()]
     assert [data.nbytes for data in writer.data] == sizes
     assert writer.closed

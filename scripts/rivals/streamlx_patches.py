@@ -34,6 +34,7 @@ CHANGES = {
     "single": "a checkpoint in one file is shown to it under a shard's name",
     "counted": "time that its computing thread waits for reads is counted",
     "gates": "its lookahead asks a wrapped gate; routing does not",
+    "scores": "scores of its lookahead widened to float32 (numpy refuses bfloat16)",
 }
 
 
@@ -208,6 +209,22 @@ def wrap_gates(model: Any, wrap: Callable[[int, Any], Any]) -> list[str]:
             pool, gate, *norms = link
             switch._pf_next = (pool, wrap(pool.layer, gate), *norms)
     return ["gates"]
+
+
+def widen_scores(model: Any) -> list[str]:
+    """Have its lookahead hand scores to numpy in a type that numpy has."""
+
+    def widened(layer: int, gate: Any) -> Any:
+        def scores(x: mx.array) -> Any:
+            out: Any = gate(x)
+            if isinstance(out, tuple):
+                return out[0], out[1].astype(mx.float32)
+            return out.astype(mx.float32)
+
+        return scores
+
+    wrap_gates(model, widened)
+    return ["scores"]
 
 
 def as_shards(model: Path, folder: Path) -> tuple[Path, list[str]]:

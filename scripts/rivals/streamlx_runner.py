@@ -70,6 +70,8 @@ class Streamlx:
             self.changed += patches.wrap_gates(
                 self.model, gate_wrapper(options.lookahead_gate, options.lookahead_arguments)
             )
+        if options.dtype == "checkpoint":
+            self.changed += patches.widen_scores(self.model)
         self._integrate = integrate
         self.slots = min(pool.n_slots for pool in self._pools.values())
 
