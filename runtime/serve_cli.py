@@ -10,6 +10,7 @@ import typer
 
 from ..io.errors import MoestreamError
 from . import cli_options as options
+from .policies import DEFAULT_POLICY
 from .scheduling import DEFAULT_PREFILL_CHUNK, DEFAULT_RUNNING
 from .terminal import note
 
@@ -134,7 +135,9 @@ def serve(
     dtype: options.Dtype = None,
     no_direct: options.NoDirect = False,
     lanes: options.Lanes = None,
+    policy: options.Policy = DEFAULT_POLICY,
     prefetch: options.Prefetch = "off",
+    checksum: options.Checksum = False,
     trace: options.Trace = None,
     read_timeout: options.ReadTimeout = None,
     prompt_cache: options.PromptCacheSize = None,
@@ -185,6 +188,8 @@ def serve(
         max_waiting=max_waiting + max_running,
         prefill_chunk=prefill_chunk,
         prompt_cache=prompt_cache,
+        policy=policy,
+        checksum=checksum,
     )
     if not run_server(opened, settings, host=host, port=port, drain=drain):
         raise typer.Exit(1)

@@ -124,7 +124,7 @@ async def refused(checkpoint: Path, message: str, recall: Any = MEASURED, **opti
 
 
 async def test_engines_that_cannot_be_made_noisy(checkpoint: Path, demo: Path) -> None:
-    ahead = PrefetchConfig()
+    ahead = PrefetchConfig(distances=(1, 2))
     await refused(checkpoint, "nothing is predicted", slots=16)
     await refused(checkpoint, r"distances \[2\]", {1: (0.7, 0.9)}, slots=16, prefetch=ahead)
     await refused(checkpoint, "above chance", {1: (0.01, 1), 2: (1, 1)}, slots=16, prefetch=ahead)

@@ -130,6 +130,9 @@ def test_nothing_grows_but_the_caches(tmp_path: Path) -> None:
     assert len(sizes) == 2000
     assert max(report["slots"]) < LONG.experts // 2, "the model is streamed"
     assert report["read"] > LONG_BUDGET
-    # After a quarter the caches have a quarter of their rows, too.
-    assert max(sizes[500:]) - sizes[500] <= 0.75 * report["kv"] + 0.01 * LONG_BUDGET
+    # After a quarter the caches have a quarter of their rows, too. They grow by copying, every 256
+    # tokens, and what a copy leaves behind is not always of use for the next one.
+    assert max(sizes[500:]) - sizes[500] <= 1.25 * report["kv"] + 0.01 * LONG_BUDGET
+    # Between these steps nothing grows at all.
+    assert max(sizes[1800:]) - sizes[1800] <= 0.002 * LONG_BUDGET
     assert max(sizes) <= LONG_BUDGET * 1.03

@@ -107,7 +107,7 @@ async def run(demo: Path, slots: int = 16, tokens: int = 30, **settings: Any) ->
 
 
 async def test_guesses_are_read_and_used(demo: Path) -> None:
-    prefetch = (await run(demo)).prefetch
+    prefetch = (await run(demo, distances=(1, 2))).prefetch
     assert prefetch.predictions > 0
     assert 0 < prefetch.used <= prefetch.begun <= prefetch.guesses
     assert prefetch.recall[1][0] > 0.5
