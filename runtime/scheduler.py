@@ -170,7 +170,7 @@ class Scheduler:
                 return
             if not self._batch.rows:  # nobody waits: one chunk as large as it likes
                 self._fill(core, row, row.left)
-                if self._filling is not None:
+                if not self._batch.rows:  # jobs first, and whoever they bring
                     return
             else:
                 left = row.left

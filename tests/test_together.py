@@ -277,6 +277,31 @@ async def test_equal_requests_run_in_step(engine: Engine) -> None:
     assert saved == 7 * 5 * 12 * 6  # others, forwards, layers, experts of a token
 
 
+async def test_jobs_run_between_requests_of_one_token(engine: Engine) -> None:
+    seen = widths(engine)
+    model, after = engine._core.loaded.model, list[int]()
+
+    class Probe:
+        def run(self, core: Any) -> None:
+            after.append(len(seen))
+
+        def abort(self, error: BaseException) -> None: ...
+
+    class Asking:
+        def __call__(self, tokens: Any, **rest: Any) -> Any:
+            if not seen:
+                engine._thread.submit(Probe())
+            return model(tokens, **rest)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(model, name)
+
+    engine._core.loaded.model = Asking()
+    await arrive_together(engine, [(PROMPTS[0], {"max_tokens": 1})] * 4)
+    assert seen == [1] * 4
+    assert after == [1]
+
+
 async def test_short_prompts_wait_for_tokens_of_streams(demo: Path) -> None:
     async with await Engine.open(demo, slots=48, prefill_chunk=128) as engine:
         asked: Asked = [(PROMPTS[2], {"max_tokens": 4, "ignore_eos": True})] * 5
