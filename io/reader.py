@@ -11,7 +11,7 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypedDict
+from typing import Protocol, TypedDict
 
 import numpy as np
 
@@ -19,6 +19,19 @@ from .errors import ChecksumMismatch, ReadFailed, ReadTimeout
 from .records import Part, Record, Run
 
 Preadv = Callable[[int, Sequence[memoryview], int], int]
+
+
+class Passage(Protocol):
+    """The way to rows that the drive should not write to itself: through memory of the lane."""
+
+    def room(self, nbytes: int) -> memoryview:
+        """Memory of the calling lane, at a page boundary, until its next ``flush``."""
+
+    def send(self, source: memoryview, rows: Sequence[memoryview]) -> None:
+        """Distribute what ``room`` gave over pieces of rows; it is there after ``flush``."""
+
+    def flush(self) -> None:
+        """Wait for what the calling lane has sent."""
 
 
 class Place(TypedDict):
@@ -103,17 +116,32 @@ class RecordReader:
         jobs = range(len(self._records[group].jobs))
         return sum(self.read_job(group, expert, job, rows) for job in jobs)
 
-    def read_job(self, group: int, expert: int, job: int, rows: Sequence[memoryview]) -> int:
-        """Fill what one job of ``Record.jobs`` covers; otherwise as ``read``."""
+    def read_job(
+        self,
+        group: int,
+        expert: int,
+        job: int,
+        rows: Sequence[memoryview],
+        passage: Passage | None = None,
+    ) -> int:
+        """Fill what one job of ``Record.jobs`` covers; otherwise as ``read``.
+
+        Args:
+            group, expert, job: what.
+            rows: as for ``read``.
+            passage: to the rows; None: the drive writes there.
+        """
         record = self._records[group]
         parts = record.jobs[job]
         place = (group, expert, job)
         try:
             for part in parts:
                 self._reading[place] = part
-                self._read_part(record, part, expert, rows)
+                self._read_part(record, part, expert, rows, passage)
         finally:
             self._reading.pop(place, None)
+            if passage is not None:
+                passage.flush()
         return sum(part.nbytes for part in parts)
 
     def timeout(
@@ -146,12 +174,21 @@ class RecordReader:
         return sum(part.nbytes for part in parts)
 
     def _read_part(
-        self, record: Record, part: Part, expert: int, rows: Sequence[memoryview]
+        self,
+        record: Record,
+        part: Part,
+        expert: int,
+        rows: Sequence[memoryview],
+        passage: Passage | None,
     ) -> None:
         scratch = self._scratch() if part.scratch_bytes else None
-        buffers = [rows[piece.member][piece.begin : piece.end] for piece in part.straight]
+        straight = [rows[piece.member][piece.begin : piece.end] for piece in part.straight]
+        room = None
+        if passage is not None and straight:
+            room = passage.room(sum(map(len, straight)))
+        buffers = straight if room is None else [room]
         if scratch is not None:
-            buffers.append(scratch[: part.scratch_bytes])
+            buffers = [*buffers, scratch[: part.scratch_bytes]]
         offset = record.offset(part, expert)
         try:
             self._fill(part, buffers, offset)
@@ -162,6 +199,8 @@ class RecordReader:
             values = record.checksums.values[expert]
             if checksum != values[part.begin // record.checksums.block]:
                 raise self._failure(ChecksumMismatch, record, part, expert, CHANGED)
+        if passage is not None and room is not None:
+            passage.send(room, straight)
         if scratch is not None:
             _distribute(record, part, scratch, rows)
 

@@ -34,6 +34,7 @@ from .assembly import (
     trunk_parameters,
 )
 from .batching import unbatchable
+from .device import find_passage
 from .errors import TraceUnwritable
 from .generation import LoadedModel
 from .hub import resolve_model
@@ -272,6 +273,7 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
         streamed, records = prepared.streamed, prepared.records
         stack.enter_context(limits.hold(plan.budget))
         tracer = Tracer(_writable(settings.trace))
+        passage = find_passage()
         reader = RecordReader(records, direct=reads_direct(settings))
         stack.callback(reader.close)
         top_k = [use.top_k for use, _ in streamed]
@@ -284,6 +286,7 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
             top_k=top_k,
             prefetch=prefetch,
             policy=POLICIES[settings.policy],
+            passage=passage,
         )
         loop = IoLoop(
             store,

@@ -6,13 +6,13 @@ storage, and MLX sees each write at the next evaluation. Only the compute thread
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from ..io.records import ITEM_BYTES, PAGE, Component, Record
+from .device import Device, address_of
 from .hugepages import use_large_pages
 from .staging import copy_rows
 
@@ -32,19 +32,24 @@ DTYPES = {
 class SlotPool:
     """The slots of one MoE layer.
 
+    Args:
+        record: of the layer.
+        slots: at least 1.
+        device: keeps the pool in its memory; None where memory is shared.
+
     Attributes:
         arrays: component name -> array ``[slots, *component.shape]`` of the pooled dtype. Each
             starts at a page boundary, so that direct I/O can write whole rows.
         nbytes: bytes of all arrays.
     """
 
-    def __init__(self, record: Record, slots: int) -> None:
+    def __init__(self, record: Record, slots: int, device: Device | None = None) -> None:
         self.slots = slots
         self.arrays: dict[str, mx.array] = {}
         self._views: list[memoryview] = []
         self._widths = [component.pooled_bytes for component in record.components]
         for component in record.components:
-            array, view = _allocate(component, slots)
+            array, view = _allocate(component, slots, device)
             self.arrays[component.name] = array
             self._views.append(view)
         self.nbytes = slots * record.pooled_bytes
@@ -72,7 +77,9 @@ class SlotPool:
         ]
 
 
-def _allocate(component: Component, slots: int) -> tuple[mx.array, memoryview]:
+def _allocate(
+    component: Component, slots: int, device: Device | None
+) -> tuple[mx.array, memoryview]:
     dtype = DTYPES[component.pooled]
     item = ITEM_BYTES[component.pooled]
     count = slots * component.items
@@ -80,20 +87,18 @@ def _allocate(component: Component, slots: int) -> tuple[mx.array, memoryview]:
     base = mx.zeros((count + PAGE // item,), dtype, stream=mx.cpu)
     mx.eval(base)
     storage = _bytes(base)
-    skip = -_address(storage) % PAGE
+    skip = -address_of(storage) % PAGE
     pool = base[skip // item : skip // item + count].reshape(slots, *component.shape)
     mx.eval(pool)
-    if count and _address(_bytes(pool)) != _address(storage) + skip:
+    if count and address_of(_bytes(pool)) != address_of(storage) + skip:
         raise RuntimeError(f"MLX copied the slot pool of {component.name} instead of aliasing it")
     if mx.default_device() == mx.cpu:  # a GPU's driver has pages of its own
-        use_large_pages(_address(storage), storage.nbytes)
+        use_large_pages(address_of(storage), storage.nbytes)
+    if device is not None:
+        device.prefer(address_of(storage), storage.nbytes)
     return pool, storage[skip : skip + count * item]
 
 
 def _bytes(array: Any) -> memoryview:
     """The writable storage of an evaluated array."""
     return memoryview(array).cast("B")
-
-
-def _address(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view)) if len(view) else 0

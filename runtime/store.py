@@ -23,6 +23,7 @@ from ..io.loop import IoLoop
 from ..io.queue import Entry, Key
 from ..io.reader import RecordReader
 from ..io.records import Record
+from .device import DevicePassage
 from .policy import PolicyFactory, least_recently_used
 from .prefetch import OFF, PrefetchConfig
 from .residency import NONE, Acquired, Residency
@@ -126,6 +127,7 @@ class ExpertStore:
         top_k: routing width of these layers, which guesses leave room for.
         prefetch: where guesses go.
         policy: eviction order.
+        passage: to the memory of a GPU that does not share the host's.
         tracer: gets an event per read, eviction and use of a guess.
     """
 
@@ -139,6 +141,7 @@ class ExpertStore:
         top_k: Sequence[int] | None = None,
         prefetch: PrefetchConfig = OFF,
         policy: PolicyFactory = least_recently_used,
+        passage: DevicePassage | None = None,
     ) -> None:
         self._lock = threading.Lock()
         self.reader = reader
@@ -156,12 +159,15 @@ class ExpertStore:
         self._loop: IoLoop
         self.windows: dict[int, deque[float]] = {}
         self.counters = Counters()
+        self._passage = passage
+        self._device = None if passage is None else passage.device
+        self._copy_rows = copy_rows if passage is None else passage.copy
         self._staging = Staging(records, prefetch.staged_bytes)
         widths = [1] * len(records) if top_k is None else top_k
         self.groups = [
             Group(
                 record,
-                SlotPool(record, count),
+                SlotPool(record, count, self._device),
                 Residency(record.experts, count, policy, reserve=min(width, record.experts)),
             )
             for record, count, width in zip(records, slots, widths, strict=True)
@@ -441,7 +447,7 @@ class ExpertStore:
             moves = residency.keepers(slots)
         try:
             # Nobody reads or writes rows of a layer whose slots are held.
-            pool = SlotPool(books.record, slots)
+            pool = SlotPool(books.record, slots, self._device)
             pool.take_rows(books.pool, moves)
         except BaseException:
             with self._lock:
@@ -522,7 +528,7 @@ class ExpertStore:
         books = self.groups[group]
         place = self._copying.get(key)
         if place is not None:
-            copy_rows(self._staging.rows(group, place), books.pool.rows(slot))
+            self._copy_rows(self._staging.rows(group, place), books.pool.rows(slot))
             return 0
         if key in self._warming:
             return self.reader.warm_job(group, expert, job)
@@ -532,7 +538,8 @@ class ExpertStore:
         started = time.perf_counter()
         nbytes = 0
         try:
-            nbytes = self.reader.read_job(group, expert, job, rows)
+            passage = None if staged else self._passage
+            nbytes = self.reader.read_job(group, expert, job, rows, passage)
             return nbytes
         finally:
             ended = time.perf_counter()

@@ -31,7 +31,7 @@ from moestream.io.faults import FaultyDrive
 from moestream.io.lanes import Batch, Job, Lanes, Read
 from moestream.io.loop import IoLoop
 from moestream.io.queue import Entry, Key
-from moestream.io.reader import RecordReader
+from moestream.io.reader import Passage, RecordReader
 from moestream.runtime.prefetch import PrefetchConfig
 from moestream.runtime.store import Demanded, ExpertStore
 from moestream.runtime.tracing import Tracer
@@ -533,7 +533,14 @@ class Bench:
         self._read_job = self.reader.read_job
         self.reader.read_job = self._alone  # type: ignore[method-assign]
 
-    def _alone(self, group: int, expert: int, job: int, rows: Sequence[memoryview]) -> int:
+    def _alone(
+        self,
+        group: int,
+        expert: int,
+        job: int,
+        rows: Sequence[memoryview],
+        passage: Passage | None = None,
+    ) -> int:
         """Nobody else may write to these rows meanwhile."""
         place = ctypes.addressof(ctypes.c_char.from_buffer(rows[0]))
         with self._lock:
@@ -541,7 +548,7 @@ class Bench:
                 self.wrong.append(f"{(group, expert)} is read into a slot that is written to")
             self._writers.add(place)
         try:
-            return self._read_job(group, expert, job, rows)
+            return self._read_job(group, expert, job, rows, passage)
         finally:
             with self._lock:
                 self._writers.discard(place)

@@ -13,7 +13,8 @@ import pytest
 from moestream.io.reader import RecordReader
 from moestream.io.records import ITEM_BYTES, PAGE, Component, Record
 from moestream.runtime import slots as slots_module
-from moestream.runtime.slots import DTYPES, SlotPool, _address
+from moestream.runtime.device import address_of
+from moestream.runtime.slots import DTYPES, SlotPool
 
 from .fakes import Tensor, write_packed
 
@@ -64,7 +65,7 @@ def test_every_pool_starts_at_a_page(code: str) -> None:
         for name, row in zip(("w", "v"), pool.rows(0), strict=True):
             assert address(row) % PAGE == 0
             exported: Any = pool.arrays[name]
-            assert address(row) == _address(memoryview(exported).cast("B"))
+            assert address(row) == address_of(memoryview(exported).cast("B"))
 
 
 def test_rows_lie_one_behind_the_other() -> None:
@@ -120,8 +121,8 @@ def test_dropped_pools_give_their_memory_back() -> None:
 
 
 def test_a_pool_that_mlx_copied_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = slots_module._address
+    real = address_of
     calls = iter(range(100))
-    monkeypatch.setattr(slots_module, "_address", lambda view: real(view) + 8 * next(calls))
+    monkeypatch.setattr(slots_module, "address_of", lambda view: real(view) + 8 * next(calls))
     with pytest.raises(RuntimeError, match="copied"):
         SlotPool(record(Tensor("w", (8,))), 2)
