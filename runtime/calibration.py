@@ -265,8 +265,8 @@ class _Pairs:
     """
 
     STEP = 0.9
-    """Part of an error that the weights of a candidate take on, all together. Of .4 to 1.2 as good
-    as any on the demo model; recorded routing of short answers would have liked more."""
+    """Part of an error that the weights of a candidate take on, all together. From .4 to .9 as
+    good as any on the demo model; recorded routing of short answers would have liked more."""
 
     def __init__(self, sources: int, experts: int) -> None:
         # The last row is that of -1, of no expert: it stays zero.
