@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
-
-import numpy as np
-import numpy.typing as npt
 
 from .errors import InvalidRequest
 
@@ -131,120 +127,6 @@ def parse_layers(text: str | None) -> frozenset[int] | None:
 
 
 OFF = PrefetchConfig(distances=(), destination="off")
-
-
-class Calibration:
-    """Probability that a candidate which is not resident is routed; averaged online.
-
-    By layer, distance and rank, and only over candidates that were missing when they were
-    predicted: where most calls hit, the likely experts are resident, and a missing candidate of the
-    same rank is routed far less often than a resident one. Such candidates are few, so a layer's
-    own average is drawn towards that of all layers until it has seen enough of them.
-
-    Starts from what several models showed for all candidates (one layer ahead .96 .93 .86 ..., less
-    for each further layer) and forgets it soon.
-    """
-
-    RATE = 0.05
-    POOL_RATE = 0.01
-    DRAW = 8.0
-    """Candidates of its own that weigh as much as the average of all layers."""
-
-    def __init__(self, top_k: Sequence[int]) -> None:
-        self._top_k = tuple(top_k)
-        self._table: dict[tuple[int, int], list[float]] = {}
-        self._own: dict[tuple[int, int], _Average] = {}
-        self._pool: dict[int, _Average] = {}
-
-    def probabilities(self, group: int, distance: int, count: int) -> list[float]:
-        """Of the candidates of ranks 0 to ``count`` - 1; the list is the table itself."""
-        row = self._table.get((group, distance))
-        if row is None:
-            row = self._table[group, distance] = []
-        if len(row) < count:
-            decay = 0.93**distance
-            ranks = range(len(row), count)
-            row.extend(0.95 * decay / (1 + (rank / self._top_k[group]) ** 3 * 3) for rank in ranks)
-        return row
-
-    def learn(
-        self,
-        group: int,
-        distance: int,
-        ranked: npt.ArrayLike,
-        missing: npt.ArrayLike,
-        routed: npt.ArrayLike,
-    ) -> npt.NDArray[np.bool_]:
-        """Count which of the candidates were routed.
-
-        Args:
-            group: the layer that was predicted.
-            distance: from how far.
-            ranked: ``[calls, candidates]`` expert ids, best first; the calls in order.
-            missing: ``[calls, candidates]``: whether the candidate was absent then.
-            routed: ``[calls, top_k]`` expert ids.
-
-        Returns:
-            ``[calls, candidates]``: whether a candidate was routed.
-        """
-        candidates, chosen = np.asarray(ranked), np.asarray(routed)
-        absent = np.asarray(missing, np.bool_)
-        hits: npt.NDArray[np.bool_] = (candidates[:, :, None] == chosen[:, None, :]).any(axis=2)
-        count = hits.shape[1]
-        row = self.probabilities(group, distance, count)
-        pool = self._pool.get(distance)
-        if pool is None or len(pool.means) < count:
-            pool = self._pool[distance] = _Average(np.array(row))
-        own = self._own.get((group, distance))
-        if own is None or len(own.means) < count:
-            own = self._own[group, distance] = _Average(np.array(row))
-        for average, rate in ((pool, self.POOL_RATE), (own, self.RATE)):
-            average.add(hits, absent, rate)
-        weight = own.seen[:count] / (own.seen[:count] + self.DRAW)
-        blend = weight * own.means[:count] + (1 - weight) * pool.means[:count]
-        row[:count] = blend.tolist()
-        return hits
-
-    def to_json(self) -> dict[str, list[float]]:
-        """The table with string keys."""
-        return {f"{g}:{d}": [round(p, 4) for p in row] for (g, d), row in self._table.items()}
-
-    def load_json(self, table: dict[str, list[float]]) -> None:
-        """Take over a saved table; entries of other layers are ignored."""
-        for name, row in table.items():
-            group, _, distance = name.partition(":")
-            if group.isdecimal() and distance.isdecimal() and int(group) < len(self._top_k):
-                key, values = (
-                    (int(group), int(distance)),
-                    [min(max(float(p), 0.0), 1.0) for p in row],
-                )
-                self._table[key] = values
-                self._own[key] = _Average(np.array(values), seen=self.DRAW)
-
-
-class _Average:
-    """Means by rank: plain ones at first, averages over the recent past later.
-
-    Attributes:
-        means: by rank.
-        seen: candidates that they come from.
-    """
-
-    FIRST = 2.0
-    """Candidates that what it starts from weighs as much as."""
-
-    def __init__(self, means: npt.NDArray[np.float64], seen: float = 0.0) -> None:
-        self.means = means
-        self.seen = np.full(len(means), seen)
-
-    def add(self, hits: npt.NDArray[np.bool_], counted: npt.NDArray[np.bool_], rate: float) -> None:
-        """Add the counted ones of ``[calls, ranks]``."""
-        ranks = hits.shape[1]
-        more = counted.sum(axis=0)
-        share = (hits & counted).sum(axis=0) / np.maximum(more, 1)
-        step = np.maximum(1 - (1 - rate) ** more, more / (self.FIRST + self.seen[:ranks] + more))
-        self.means[:ranks] += step * (share - self.means[:ranks])
-        self.seen[:ranks] += more
 
 
 class Governor:

@@ -14,7 +14,8 @@ import mlx.core as mx
 from ..io.asks import Guess
 from ..io.loop import IoLoop
 from ..models.lookahead import Predictor
-from .prefetch import Calibration, Governor, PrefetchConfig, Trial, parse_layers
+from .calibration import Calibration
+from .prefetch import Governor, PrefetchConfig, Trial, parse_layers
 from .residency import NONE
 from .store import Demanded, ExpertStore
 from .tracing import Tracer
@@ -29,15 +30,16 @@ demand may find it running, and the expert that lost its slot may be wanted (cho
 thresholds of 0.3 to 0.4 were best, or as good, with and without locality)."""
 
 LESSON_TOKENS = 16
-"""Tokens between two updates of the calibration, which is a slow average: learning from many calls
-at once takes a tenth of the time (at first it learns more often, when it knows little)."""
+"""Tokens between two updates of the calibration, which learns slowly: learning from many calls at
+once takes a tenth of the time (at first it learns more often, when it knows little)."""
 
 EMBEDDING = 99
 """Stands for the distance of a prediction that was made from the token's embedding."""
 
 
-_Prediction = tuple[int, list[int], list[bool]]
-"""Distance, candidates, and which of them were missing."""
+_Prediction = tuple[int, list[int], list[bool], Sequence[int]]
+"""Distance, candidates, which of them were missing, and what was routed at the layer that predicts
+(nothing where that was not known)."""
 
 
 @dataclass(slots=True)
@@ -104,7 +106,8 @@ class ReadAhead:
         count = len(layers)
         self._allowed = [False] * count
         self._targets: list[list[tuple[int, int]]] = [[] for _ in range(count)]
-        self.calibration = Calibration(top_k)
+        experts = [books.record.experts for books in store.groups]
+        self.calibration = Calibration(layers, experts, top_k)
         self.governor = Governor(count)
         self.trial = Trial()
         self._tried = config.admission == "idle" and not config.deterministic and config.reads
@@ -152,7 +155,8 @@ class ReadAhead:
         if self._tokens >= self._lesson_at:
             self._learn()
             self._lesson_at = self._tokens + min(self._tokens, LESSON_TOKENS)
-        if not self._resting and self._config.admission == "idle":
+        priced = self._config.admission == "idle" and not self._config.deterministic
+        if not self._resting and priced:  # by the drive as it was measured
             bandwidth = self._loop.bandwidth
             self._least = [self._worth(books.stored_bytes, bandwidth) for books in self._groups]
 
@@ -217,7 +221,7 @@ class ReadAhead:
         for prediction in predictions:
             lessons = self._lessons.setdefault((group, prediction[0]), [])
             lessons.append((prediction, experts))
-        predicted = [ranked for _, ranked, _ in predictions]
+        predicted = [ranked for _, ranked, _, _ in predictions]
         predictions.clear()
         return predicted
 
@@ -225,11 +229,14 @@ class ReadAhead:
         """Learn from the calls since the last time."""
         for (group, distance), lessons in self._lessons.items():
             top_k = self._top_k[group]
-            # A router that asks for an expert twice leaves a shorter row: no expert has id -1.
-            routed = [[*experts, *[-1] * (top_k - len(experts))] for _, experts in lessons]
-            ranked = [ranked for (_, ranked, _), _ in lessons]
-            missing = [missing for (_, _, missing), _ in lessons]
-            hits = self.calibration.learn(group, distance, ranked, missing, routed)
+            routed = [_padded(experts, top_k) for _, experts in lessons]
+            ranked = [ranked for (_, ranked, _, _), _ in lessons]
+            missing = [missing for (_, _, missing, _), _ in lessons]
+            before = None
+            if lessons[0][0][3]:  # as for all lessons of this distance
+                width = self._top_k[group - distance]
+                before = [_padded(before, width) for (_, _, _, before), _ in lessons]
+            hits = self.calibration.learn(group, distance, ranked, missing, routed, before)
             recall = self.totals.recall.setdefault(distance, Recall())
             recall.routed += sum(len(experts) for _, experts in lessons)
             recall.found_at_top_k += int(hits[:, :top_k].sum())
@@ -243,6 +250,7 @@ class ReadAhead:
         *,
         position: int,
         first: int,
+        routed: Sequence[int] = (),
     ) -> list[Guess]:
         """What to ask for, from evaluated ranks.
 
@@ -251,6 +259,7 @@ class ReadAhead:
             arrays: ranks; their rows are those of the targets.
             position: absolute index of the layer call of ``first``.
             first: the group whose sync this is.
+            routed: its experts, where they are known.
         """
         config, guesses = self._config, []
         lists: list[Any] = [array.tolist() for array in arrays]
@@ -260,8 +269,8 @@ class ReadAhead:
             slot = self._groups[target].residency.slot
             # Read without the lock: what has changed is noticed when the guess is asked for.
             missing = [slot(expert) == NONE for expert in ranked]
-            self._predicted[target].append((distance, ranked, missing))
-            chances = self.calibration.probabilities(target, distance, len(ranked))
+            self._predicted[target].append((distance, ranked, missing, routed))
+            chances = self.calibration.probabilities(target, distance, ranked, missing, routed)
             if self._tracer.enabled:
                 at, layer = self._forward, self._layers[target]
                 self._tracer.predict(target, layer, at, distance, ranked, chances)
@@ -272,9 +281,11 @@ class ReadAhead:
             keep = not config.missing_only  # what is there is touched by the store
             chosen = [
                 Guess((target, expert), at, chance if chance > 1e-6 else 1e-6)
-                for expert, chance, absent in zip(ranked, chances, missing, strict=False)
+                for expert, chance, absent in zip(ranked, chances, missing, strict=True)
                 if chance >= least and (keep or absent)
             ]
+            if config.order == "value":  # budgets are for the likeliest
+                chosen.sort(key=_by_probability)
             if config.layer_budget is not None:
                 chosen = chosen[: config.layer_budget]
             if len(chosen) > self._forward_left:
@@ -336,3 +347,12 @@ class ReadAhead:
         if delayed != self._delayed:
             governor.delayed(delayed - self._delayed)
             self._delayed = delayed
+
+
+def _by_probability(guess: Guess) -> float:
+    return -guess.probability
+
+
+def _padded(experts: Sequence[int], width: int) -> list[int]:
+    """A router that asks for an expert twice leaves a shorter row: no expert has id -1."""
+    return [*experts, *[-1] * (width - len(experts))]

@@ -340,7 +340,9 @@ class ExpertStream:
                 ahead.governor.window(self._ready[0], self._mark - self._ready[1])
             predicted = ahead.note(group, experts)
             guesses = (
-                ahead.guesses(ahead.targets(group), ranks, position=position, first=group)
+                ahead.guesses(
+                    ahead.targets(group), ranks, position=position, first=group, routed=experts
+                )
                 if ranks
                 else []
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 import pytest
 
 from moestream import Engine, InvalidRequest, PrefetchConfig
-from moestream.runtime.prefetch import Calibration, Governor, Trial, parse_layers
+from moestream.io.loop import IoLoop
+from moestream.runtime.prefetch import Governor, Trial, parse_layers
 from moestream.runtime.readahead import EMBEDDING
 
 from . import zoo
@@ -198,21 +198,15 @@ async def test_deterministic_residency(demo: Path) -> None:
         assert getattr(first, name) == getattr(second, name)
 
 
-async def test_calibration_is_kept(demo: Path, tmp_path: Path) -> None:
-    path = tmp_path / "cache" / "calibration.json"
-    for _ in range(2):
-        async with await Engine.open(
-            demo, slots=16, prefetch=PrefetchConfig(), calibration=path
-        ) as engine:
-            await engine.generate(PROMPT, max_tokens=10, ignore_eos=True)
-    table = json.loads(path.read_text())
-    assert len(table) > 11
-    path.write_text("not json")
-    async with await Engine.open(
-        demo, slots=16, prefetch=PrefetchConfig(), calibration=path
-    ) as engine:
-        await engine.generate(PROMPT, max_tokens=2)
-    assert json.loads(path.read_text())
+@pytest.mark.one_loop
+async def test_deterministic_guesses_do_not_depend_on_the_drive(
+    demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = []
+    for bandwidth in (1e6, 1e12):
+        monkeypatch.setattr(IoLoop, "bandwidth", bandwidth)
+        begun.append((await run(demo, admission="idle", deterministic=True)).prefetch.begun)
+    assert begun[0] == begun[1] > 0
 
 
 async def test_cancelled_request_leaves_no_guesses(demo: Path) -> None:
@@ -271,37 +265,6 @@ def test_layer_lists() -> None:
 
 
 # -- rules ------------------------------------------------------------------------------------
-
-
-def test_calibration_learns_each_rank() -> None:
-    calibration = Calibration([4, 4])
-    for _ in range(300):
-        calibration.learn(1, 1, [[5, 6, 7]], [[True] * 3], [[5, 9]])
-    row = calibration.probabilities(1, 1, 3)
-    assert row[0] > 0.99
-    assert row[1] < 0.01
-    other = calibration.probabilities(0, 1, 3)
-    assert other[0] > other[1] > other[2] > 0.5
-    again = Calibration([4, 4])
-    again.load_json(calibration.to_json())
-    assert again.probabilities(1, 1, 3) == pytest.approx(row, abs=1e-3)
-
-
-def test_calibration_counts_missing_candidates_only() -> None:
-    calibration = Calibration([2, 2])
-    for _ in range(300):
-        # Resident, it is always routed; missing, never.
-        calibration.learn(0, 1, [[5], [5]], [[False], [True]], [[5, 9], [8, 9]])
-    assert calibration.probabilities(0, 1, 1)[0] < 0.01
-
-
-def test_calibration_of_a_layer_begins_with_that_of_others() -> None:
-    calibration = Calibration([2, 2, 2])
-    for _ in range(300):
-        calibration.learn(0, 1, [[5]], [[True]], [[8, 9]])
-    first = calibration.probabilities(1, 1, 1)[0]
-    calibration.learn(1, 1, [[5]], [[True]], [[5, 9]])
-    assert calibration.probabilities(1, 1, 1)[0] < first / 2
 
 
 def test_governor_grants_what_the_drive_reads_meanwhile() -> None:
