@@ -35,7 +35,7 @@ class PrefetchConfig:
             copied on demand; "pagecache" only warms the system's page cache; "off" reads nothing.
         staging_bytes: memory of the staging area.
         prompts: while a layer of a prompt is computed, read the first experts of the next one into
-            memory beside the slots, about a wave of them (see ``runtime/waves.py``).
+            memory beside the slots, two waves of them (see ``runtime/waves.py``).
         predict_only: predict and calibrate, but read nothing: shows what predicting costs.
         profile: measure the time from asking for a guess until it is there, by layer.
         admission: "idle" reads guesses only in the time that the drive would be idle, and less when
