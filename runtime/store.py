@@ -348,7 +348,8 @@ class ExpertStore:
     def _wanted(self, guesses: Sequence[Guess], grant: float) -> list[Guess]:
         """Of guesses in the order of their worth, those that there is a use and a grant for."""
         wanted: list[Guess] = []
-        places = self._staging.room - len(self._asked)
+        # Guesses of a call are all sure, or none of them is.
+        places = self._staging.room - len(self._asked) if guesses[0].sure else 0
         for guess in guesses:
             if guess.sure:
                 if places > 0 and self._is_new(guess):
@@ -385,7 +386,7 @@ class ExpertStore:
     ) -> None:
         """Hand guesses to the loop outside of a layer call; ``position`` is the last call's."""
         with self._lock:
-            wanted = self._wanted(guesses, grant)
+            wanted = self._wanted(guesses, grant) if guesses else []
         if wanted:
             self._loop.submit(Ask(owner, position, guesses=tuple(wanted), grant=grant))
 

@@ -7,8 +7,9 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -16,6 +17,7 @@ from moestream import Engine, PrefetchConfig
 from moestream.io.asks import Guess
 from moestream.io.queue import Entry, Key
 from moestream.io.reader import RecordReader
+from moestream.models.lookahead import Predictor
 from moestream.runtime.core import Settings, prepare
 from moestream.runtime.prompt_ahead import (
     CERTAIN,
@@ -76,6 +78,44 @@ def test_staging_is_planned_and_no_budget_is_refused_for_it(demo: Path) -> None:
     for prefetch in (PrefetchConfig(prompts=False), PrefetchConfig(deterministic=True)):
         assert prepare(Settings(demo, memory=budget, prefetch=prefetch)).plan == plain
     assert prepare(Settings(demo, memory="all", prefetch=ON)).plan.staging_bytes == 0
+
+
+class FakePredictor:
+    """Has residual streams of these shapes, and ranks by their tokens."""
+
+    predictable = (True, True)
+
+    def __init__(self, *shapes: tuple[int, ...]) -> None:
+        self.residuals = [mx.zeros(shape) for shape in shapes]
+        self.ranked: list[tuple[int, tuple[int, ...], int]] = []
+
+    def residual(self, group: int) -> mx.array:
+        return self.residuals[group]
+
+    def input_residual(self, group: int) -> None:
+        return None
+
+    def rank(self, target: int, residual: mx.array, width: int) -> mx.array:
+        self.ranked.append((target, residual.shape, width))
+        return residual
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens"),
+    [((1, 256, 4), 256), ((1, 257, 4), 129), ((1, 2000, 4), 250), ((16, 1, 4), None)],
+)
+def test_some_tokens_of_one_prompt_vote(
+    tmp_path: Path, shape: tuple[int, ...], tokens: int | None
+) -> None:
+    bench = make(tmp_path)
+    predictor = FakePredictor(shape, shape)
+    prompts = PromptAhead(
+        cast(Predictor, predictor), bench.store, layers=[4, 5], top_k=[2, 3], allowed=None
+    )
+    prompts.build(0)
+    prompts.build(1)  # nothing is behind it
+    assert predictor.ranked == ([] if tokens is None else [(1, (1, tokens, 4), 3)])
+    bench.reader.close()
 
 
 # -- the store ------------------------------------------------------------------------------------
@@ -413,3 +453,25 @@ async def test_no_bit_changes(name: str, tmp_path: Path) -> None:
             assert_same(result, expect(reference, prompt, 4))
         engine.check_integrity()
         assert engine.statistics().prefetch.used > 0
+
+
+@pytest.mark.one_loop
+@pytest.mark.parametrize("prefetch", [ON, PrefetchConfig(prompts=False)])
+async def test_a_prompt_leaves_no_activations_in_the_taps(
+    demo: Path, prefetch: PrefetchConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are as large as the prompt, and there are two of each layer."""
+    held: list[Any] = []
+    run = ExpertStream.run
+
+    def look(self: Any, switch: Any, x: Any, indices: Any) -> Any:
+        predictor = self._ahead._predictor
+        for taps in (predictor._residuals, predictor._inputs):
+            held.extend(tap.array for tap in taps[: switch.group])
+        return run(self, switch, x, indices)
+
+    monkeypatch.setattr(ExpertStream, "run", look)
+    async with await Engine.open(demo, slots=16, prefetch=prefetch) as engine:
+        await engine.generate(PROMPT, max_tokens=1)
+    assert len(held) == 2 * sum(range(12))
+    assert not any(array is not None for array in held)
