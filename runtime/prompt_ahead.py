@@ -110,7 +110,7 @@ def chosen(counts: npt.NDArray[np.integer]) -> list[int]:
 
 WAVES = 2
 """What is read ahead, in waves: while a layer's last wave is computed, the next one gets to its
-router and computes the experts that are there (measured: one wave filled half of that time)."""
+router and computes the experts that are there (measured: one wave fills less than half of that)."""
 
 
 def staging_for(layers: Sequence[LayerSize], slots: Sequence[int], spare: int | None) -> int:

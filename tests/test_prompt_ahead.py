@@ -36,7 +36,7 @@ from moestream.runtime.waves import WAVE_BYTES, wave_size
 from . import zoo
 from .fakes import TIMEOUT, FakeLoop, no_threads_left
 from .reference import ALTERNATIVES, expect, make_prompt
-from .test_identity import QUICK, assert_same
+from .test_identity import _architectures, assert_same
 from .test_store import EXPERTS, Bench, make
 
 ON = PrefetchConfig()
@@ -440,7 +440,7 @@ async def test_a_prompt_that_is_given_up_leaves_nothing_beside_the_slots(
 
 
 @pytest.mark.one_loop
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", _architectures())
 async def test_no_bit_changes(name: str, tmp_path: Path) -> None:
     directory = zoo.make_checkpoint(name, tmp_path / name)
     reference = zoo.reference(directory)
