@@ -58,11 +58,14 @@ class Guess(NamedTuple):
         key: (group, expert).
         position: absolute index of the layer call that may need it.
         probability: calibrated chance that it will, in (0, 1].
+        sure: nearly certain: read on all lanes, without a grant, as soon as no demand waits for a
+            lane.
     """
 
     key: Key
     position: int
     probability: float
+    sure: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,8 @@ class Ask:
         demands: keys that the compute thread waits for.
         joins: keys that it waits for, too, whose read has begun as a guess.
         guesses: keys that may be needed.
-        grant: bytes of guesses that may be begun until the next message, once the demands are read.
+        grant: bytes of guesses that may be begun until the next message, once the demands are read;
+            sure ones need none.
     """
 
     owner: Hashable

@@ -38,6 +38,7 @@ class Read:
         key: (group, expert).
         slot: where to.
         demand: whether somebody waits for it.
+        sure: a guess that may use all lanes.
         jobs: bytes of each job.
         done: of the task that waits for it.
         batch: the layer call that it belongs to; None for a guess.
@@ -57,6 +58,7 @@ class Read:
     jobs: Sequence[int]
     done: asyncio.Future[None]
     batch: Batch | None = None
+    sure: bool = False
     next: int = 0
     running: int = 0
     left: int = field(init=False)

@@ -32,10 +32,11 @@ class IoLoop:
     keys reaches ``finish``, ``abandoned``, ``dropped`` or ``void`` of the host, also when the loop
     dies.
 
-    Jobs are given out in this order: of demands that have begun, of demands in the queue, of
-    guesses that have begun, of guesses in the queue. The last two only while no demand is
-    unfinished and on a few lanes, so that a demand finds the drive nearly free; and a guess begins
-    only on credit, which the compute thread grants with each message (how, is decided there).
+    Jobs are given out in this order: of demands that have begun, of demands in the queue, of sure
+    guesses, of guesses that have begun, of guesses in the queue. The last two only while no demand
+    is unfinished and on a few lanes, so that a demand finds the drive nearly free; and a guess
+    begins only on credit, which the compute thread grants with each message (how, is decided
+    there). Sure guesses, which the next demands are for, take whatever lane no demand waits for.
 
     Args:
         host: owner of the slots.
@@ -83,6 +84,7 @@ class IoLoop:
         self._running: set[asyncio.Task[None]] = set()
         self._reads: dict[Key, Read] = {}
         self._demands: deque[Read] = deque()  # those with jobs left
+        self._sure: deque[Read] = deque()
         self._guesses: deque[Read] = deque()
         self._deferred: dict[Key, tuple[Hashable, int]] = {}
         self._unfinished = 0  # demands among the reads
@@ -255,11 +257,13 @@ class IoLoop:
             self._delayed_bytes += sum(
                 read.jobs[read.next - 1] * read.running
                 for read in self._reads.values()
-                if not read.demand and read.running
+                if not (read.demand or read.sure) and read.running
             )
         for guess in ask.guesses:
             if guess.key not in self._reads:
-                queue.speculate(guess.key, ask.owner, guess.position, guess.probability)
+                queue.speculate(
+                    guess.key, ask.owner, guess.position, guess.probability, sure=guess.sure
+                )
         # Idle time cannot be saved up: what was not used before this message is gone.
         self._credit = min(self._credit, 0.0) + ask.grant
         return queue.drop_stale(ask.position + 1)
@@ -274,11 +278,16 @@ class IoLoop:
     def _promote(self, key: Key) -> None:
         read = self._reads.get(key)
         if read is not None and not read.demand:
+            waiting = self._waiting(read)
             read.demand = True
             self._unfinished += 1
-            if read in self._guesses:
-                self._guesses.remove(read)
+            if read in waiting:
+                waiting.remove(read)
                 self._demands.append(read)
+
+    def _waiting(self, read: Read) -> deque[Read]:
+        """Where a read of its kind stands while it has jobs left."""
+        return self._demands if read.demand else self._sure if read.sure else self._guesses
 
     def _dispatch(self) -> None:
         if not self._lanes.alive:
@@ -288,12 +297,17 @@ class IoLoop:
             if read is None:
                 break
             self._hand_out(read)
-        self._lanes.expect(more=bool(self._demands or self._queue.demands))
+        more = self._demands or self._queue.demands or self._sure or self._queue.sure
+        self._lanes.expect(more=bool(more))
 
     def _next(self) -> Read | None:
         """The read whose next job a free lane should do."""
         while self._demands or self._queue.demands:
             read = self._demands[0] if self._demands else self._begin()
+            if read is not None:
+                return read
+        while self._sure or self._queue.sure:
+            read = self._sure[0] if self._sure else self._begin()
             if read is not None:
                 return read
         # A promoted read that is nearly through leaves the drive to itself, too.
@@ -317,14 +331,13 @@ class IoLoop:
             return None
         batch = self._batches.pop(entry.key, None)
         done = self._loop.create_future()
-        read = Read(entry.key, slot, entry.demand, jobs, done, batch)
+        read = Read(entry.key, slot, entry.demand, jobs, done, batch, entry.sure)
         self._reads[entry.key] = read
         if entry.demand:
             self._unfinished += 1
-            self._demands.append(read)
-        else:
+        elif not entry.sure:
             self._credit -= sum(jobs)
-            self._guesses.append(read)
+        self._waiting(read).append(read)
         task = self._loop.create_task(self._read(read))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -335,7 +348,7 @@ class IoLoop:
         read.next += 1
         read.running += 1
         if not read.waiting:
-            (self._demands if demand else self._guesses).remove(read)
+            self._waiting(read).remove(read)
         self._busy[demand] += 1
         self._lanes.put(job)
         if self._timer is None:
@@ -436,9 +449,8 @@ class IoLoop:
     def _withdraw(self, read: Read, error: BaseException) -> None:
         """No more jobs of the read are handed out, and those that were do nothing."""
         read.withdrawn = True
-        for reads in (self._demands, self._guesses):
-            if read in reads:
-                reads.remove(read)
+        if read in (waiting := self._waiting(read)):
+            waiting.remove(read)
         batch = self._lanes.drop(read, error)
         if batch is not None:
             self._lanes.settle(batch)

@@ -30,6 +30,7 @@ class Entry:
         probability: that the layer call will use it, in (0, 1]; 1.0 for a demand.
         owners: ids of the requests that want it.
         sequence: submission order; kept when a guess becomes a demand.
+        sure: a guess that comes before all that are not.
     """
 
     key: Key
@@ -38,6 +39,7 @@ class Entry:
     probability: float
     owners: set[Hashable]
     sequence: int
+    sure: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +133,9 @@ class ReadQueue:
 
     Every demand comes before every guess. Demands are ordered by (position, sequence), guesses by
     `lookahead_price * position - log(probability)` and then sequence: a guess one layer further
-    away has to be `exp(lookahead_price)` times as likely to be read first. What compute has passed
-    would be subtracted from all positions alike, so the order holds as it moves on and nothing
-    is ever re-keyed.
+    away has to be `exp(lookahead_price)` times as likely to be read first. Sure guesses come before
+    the others, as they came. What compute has passed would be subtracted from all positions alike,
+    so the order holds as it moves on and nothing is ever re-keyed.
 
     Operations take amortized O(log n), except where they say otherwise.
 
@@ -178,6 +180,12 @@ class ReadQueue:
         """Number of speculative entries in the queue."""
         return len(self._guesses)
 
+    @property
+    def sure(self) -> bool:
+        """Whether there are sure guesses in the queue."""
+        first = self._guesses.first()
+        return first is not None and first.sure
+
     def get(self, key: Key) -> Entry | None:
         """The queued entry of an expert, or None."""
         return self._demands.get(key) or self._guesses.get(key)
@@ -202,17 +210,26 @@ class ReadQueue:
             self._bring_forward(entry, position)
         return False
 
-    def speculate(self, key: Key, owner: Hashable, position: int, probability: float) -> bool:
+    def speculate(
+        self,
+        key: Key,
+        owner: Hashable,
+        position: int,
+        probability: float,
+        *,
+        sure: bool = False,
+    ) -> bool:
         """Ask for an expert that is predicted to be needed.
 
         A demand is joined and stays as it is. A guess is joined and takes the position and
-        probability of whichever of the two comes first in the order.
+        probability of whichever of the two comes first in the order; a sure one stays as it is.
 
         Args:
             key: (group, expert).
             owner: id of the request.
             position: absolute index of the layer call.
             probability: calibrated chance that the layer call uses the expert, in (0, 1].
+            sure: put it before all guesses that are not.
 
         Returns:
             True if the expert was not queued before.
@@ -224,12 +241,12 @@ class ReadQueue:
             raise ValueError(f"probability must be in (0, 1], not {probability}")
         entry = self.get(key)
         if entry is None:
-            self._add(Entry(key, False, position, probability, {owner}, self._sequence))
+            self._add(Entry(key, False, position, probability, {owner}, self._sequence, sure))
             return True
         self._add_owner(entry, owner)
         self._joined += 1
         if not entry.demand:
-            self._improve(entry, position, probability)
+            self._improve(entry, position, probability, sure)
         return False
 
     def peek(self) -> Entry | None:
@@ -340,6 +357,7 @@ class ReadQueue:
     def _promote(self, entry: Entry, position: int) -> None:
         self._unfile_guess(entry)
         entry.demand, entry.position, entry.probability = True, position, 1.0
+        entry.sure = False
         self._demands.put(position, entry)
         self._promoted += 1
 
@@ -348,10 +366,10 @@ class ReadQueue:
             entry.position = position
             self._demands.put(position, entry)
 
-    def _improve(self, entry: Entry, position: int, probability: float) -> None:
-        if self._guess_rank(position, probability) < self._guesses.rank(entry.key):
+    def _improve(self, entry: Entry, position: int, probability: float, sure: bool) -> None:
+        if self._guess_rank(position, probability, sure) < self._guesses.rank(entry.key):
             self._forget_position(entry)
-            entry.position, entry.probability = position, probability
+            entry.position, entry.probability, entry.sure = position, probability, sure
             self._file_guess(entry)
 
     def _take_out(self, entry: Entry) -> None:
@@ -377,11 +395,12 @@ class ReadQueue:
 
     # The guesses and their positions
 
-    def _guess_rank(self, position: int, probability: float) -> float:
-        return self._price * position - math.log(probability)
+    def _guess_rank(self, position: int, probability: float, sure: bool) -> float:
+        return -math.inf if sure else self._price * position - math.log(probability)
 
     def _file_guess(self, entry: Entry) -> None:
-        self._guesses.put(self._guess_rank(entry.position, entry.probability), entry)
+        rank = self._guess_rank(entry.position, entry.probability, entry.sure)
+        self._guesses.put(rank, entry)
         self._expiring.setdefault(entry.position, set()).add(entry.key)
 
     def _unfile_guess(self, entry: Entry) -> None:
@@ -418,7 +437,7 @@ class ReadQueue:
             _require(self._demands.rank(entry.key) == entry.position, f"{entry} is misplaced")
             _require(self._guesses.get(entry.key) is None, f"{entry} is queued twice")
         for entry in self._guesses.in_order():
-            rank = self._guess_rank(entry.position, entry.probability)
+            rank = self._guess_rank(entry.position, entry.probability, entry.sure)
             _require(not entry.demand, f"{entry} is no guess")
             _require(self._guesses.rank(entry.key) == rank, f"{entry} is misplaced")
 

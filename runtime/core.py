@@ -48,6 +48,7 @@ from .policies import DEFAULT_POLICY, POLICIES, PolicyName
 from .prefetch import OFF, PrefetchConfig
 from .pressure import Pressure
 from .profiling import profiled
+from .prompt_ahead import PromptAhead, staging_for
 from .prompt_cache import PromptCache
 from .readahead import ReadAhead
 from .resizing import Resizer, watching
@@ -72,6 +73,10 @@ TRACE_GRACE = 5.0
 
 DEFAULT_LANES = 8
 """Reads in flight at once (8 to 16 saturate the drives that were measured)."""
+
+PROMPT_STAGING = 16
+"""The first waves of prompts take no more than this part of what a budget has above the smallest
+one (arbitrary)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,13 +217,26 @@ def plan_model(blueprint: Blueprint, settings: Settings) -> Plan:
         staging_bytes=settings.prefetch.staged_bytes,
     )
     plan = make()
+    if not settings.prefetch.reads_prompts:
+        return _with_caches(make, plan, settings)
+    spare = None if budget is None else (budget - plan.minimum) // PROMPT_STAGING
+    nbytes = staging_for(size.layers, plan.slots, spare)
+    make = partial(make, staging_bytes=settings.prefetch.staged_bytes + nbytes)
+    staged = make()
+    made = _with_caches(make, staged, settings)
+    # No budget is refused for it, and what else there is to share leaves it alone.
+    return replace(made, minimum=made.minimum - (staged.minimum - plan.minimum))
+
+
+def _with_caches(make: partial[Plan], plan: Plan, settings: Settings) -> Plan:
+    """A plan with what is kept of prompts and for requests that run together."""
     if settings.prompt_cache is not None:
         make, plan = _with_prompt_cache(make, plan, settings.prompt_cache)
     requests = planned_requests(plan, settings.max_running)
     if requests == 1:
         return plan
     together = replace(make(sequences=requests), minimum=plan.minimum)
-    whole = [layer.experts for layer in size.layers]
+    whole = [layer.experts for layer in make.args[0].layers]
     if list(plan.slots) == whole != list(together.slots):
         return plan  # every expert in memory is worth more
     return together
@@ -285,6 +303,7 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
             tracer=tracer,
             top_k=top_k,
             prefetch=prefetch,
+            staging_bytes=plan.staging_bytes,
             policy=POLICIES[settings.policy],
             passage=passage,
         )
@@ -299,7 +318,7 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
         if tracer.enabled:
             tracer.about = _about(prepared, settings)
             stack.enter_context(_writing(tracer, loop))
-        predictor = ahead = None
+        predictor = ahead = prompts = None
         if streamed and prefetch.predicts:
             model = blueprint.lazy.model
             uses = [use for use, _ in streamed]
@@ -308,8 +327,13 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
             ahead = ReadAhead(
                 predictor, prefetch, store, loop, layers=layers, top_k=top_k, tracer=tracer
             )
+            if prefetch.reads_prompts:
+                allowed = prefetch.layers
+                prompts = PromptAhead(predictor, store, layers=layers, top_k=top_k, allowed=allowed)
         widths = [record.experts for record in records]
-        stream = ExpertStream(store, widths, tracer=tracer, ahead=ahead, prefetch=prefetch)
+        stream = ExpertStream(
+            store, widths, tracer=tracer, ahead=ahead, prompts=prompts, prefetch=prefetch
+        )
         if predictor is not None:
             predictor.install(stream.at_input if 0 in prefetch.distances else None)
         for group, (use, _) in enumerate(streamed):

@@ -30,6 +30,8 @@ class PrefetchConfig:
         destination: "slots" reads into the pool; "staging" into memory beside it, from where it is
             copied on demand; "pagecache" only warms the system's page cache; "off" reads nothing.
         staging_bytes: memory of the staging area.
+        prompts: while a layer of a prompt is computed, read the first experts of the next one into
+            memory beside the slots, two waves of them (see ``runtime/waves.py``).
         predict_only: predict and calibrate, but read nothing: shows what predicting costs.
         profile: measure the time from asking for a guess until it is there, by layer.
         admission: "idle" reads guesses only in the time that the drive would be idle, and less when
@@ -52,6 +54,7 @@ class PrefetchConfig:
     missing_only: bool = True
     destination: Destination = "slots"
     staging_bytes: int = 64 << 20
+    prompts: bool = True
     predict_only: bool = False
     profile: bool = False
     admission: Literal["idle", "always"] = "idle"
@@ -106,7 +109,13 @@ class PrefetchConfig:
     @property
     def predicts(self) -> bool:
         """Whether anything is predicted at all."""
-        return bool(self.distances) and (self.destination != "off" or self.predict_only)
+        wanted = bool(self.distances) or self.reads_prompts
+        return wanted and (self.destination != "off" or self.predict_only)
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether a layer of a prompt reads for the next; the order of waves depends on timing."""
+        return self.prompts and self.reads and not self.deterministic
 
 
 def parse_layers(text: str | None) -> frozenset[int] | None:

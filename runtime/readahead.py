@@ -173,10 +173,10 @@ class ReadAhead:
 
     def build(self, group: int) -> list[mx.array]:
         """Ranks of the layers ahead, unevaluated: they belong into the layer's own sync."""
-        if self._resting:
-            return []
+        # Both are taken in any case: taps would hold them until the end of the forward.
         residual = self._predictor.residual(group)
-        if residual is None or residual.shape[0] * residual.shape[1] != 1:
+        self._predictor.input_residual(group)
+        if self._resting or residual is None or residual.shape[0] * residual.shape[1] != 1:
             return []
         return self._rank([target for _, target in self._targets[group]], residual)
 

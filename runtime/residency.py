@@ -364,27 +364,27 @@ class Residency:
         """
         held = [slot for slot in range(self.slots) if self._expert_of[slot] != NONE]
         for slot in held:
-            _check(self._slot_of[self._expert_of[slot]] == slot, f"slot {slot} has two owners")
+            check(self._slot_of[self._expert_of[slot]] == slot, f"slot {slot} has two owners")
         mapped = sum(slot != NONE for slot in self._slot_of)
-        _check(mapped == len(held), f"{mapped} experts are mapped to {len(held)} slots")
-        _check(len(set(self._free)) == len(self._free), "a slot is free twice")
-        _check(not set(self._free) & set(held), "a free slot holds an expert")
+        check(mapped == len(held), f"{mapped} experts are mapped to {len(held)} slots")
+        check(len(set(self._free)) == len(self._free), "a slot is free twice")
+        check(not set(self._free) & set(held), "a free slot holds an expert")
         empty_pinned = sum(
             self._expert_of[slot] == NONE and (pin > 0 or self._is_quarantined(slot))
             for slot, pin in enumerate(self._pins)
         )
-        _check(not any(self._reading[slot] for slot in self._free), "a slot is free and read into")
+        check(not any(self._reading[slot] for slot in self._free), "a slot is free and read into")
         total = len(self._free) + len(held) + empty_pinned
-        _check(total == self.slots, f"{total} slots are accounted for, {self.slots} exist")
-        _check(set(self._policy.coldest()) == {self._expert_of[s] for s in held}, "policy drifted")
-        _check(min(self._pins) >= 0, "a slot has been released more often than pinned")
-        _check(self._pinned == sum(pin > 0 for pin in self._pins), "pin count drifted")
+        check(total == self.slots, f"{total} slots are accounted for, {self.slots} exist")
+        check(set(self._policy.coldest()) == {self._expert_of[s] for s in held}, "policy drifted")
+        check(min(self._pins) >= 0, "a slot has been released more often than pinned")
+        check(self._pinned == sum(pin > 0 for pin in self._pins), "pin count drifted")
         loose = sum(r and not pin for r, pin in zip(self._reading, self._pins, strict=True))
-        _check(self._unpinnable == loose, "count of unpinned reads drifted")
+        check(self._unpinnable == loose, "count of unpinned reads drifted")
         if idle:
-            _check(self._pinned == 0, f"{self._pinned} slots are pinned while idle")
+            check(self._pinned == 0, f"{self._pinned} slots are pinned while idle")
             reading = sum(map(bool, self._reading)) - self.quarantined
-            _check(reading == 0, "a slot is being read while idle")
+            check(reading == 0, "a slot is being read while idle")
 
 
 def _protected(slots: int, reserve: int) -> int:
@@ -393,6 +393,7 @@ def _protected(slots: int, reserve: int) -> int:
     return max(slots // (2 * reserve), 1)
 
 
-def _check(holds: bool, problem: str) -> None:
+def check(holds: bool, problem: str) -> None:
+    """Raise IntegrityError with this problem unless something holds."""
     if not holds:
         raise IntegrityError(problem)

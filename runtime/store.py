@@ -126,6 +126,7 @@ class ExpertStore:
         reader: reads their records.
         top_k: routing width of these layers, which guesses leave room for.
         prefetch: where guesses go.
+        staging_bytes: memory for guesses beside the slots; None for what ``prefetch`` asks for.
         policy: eviction order.
         passage: to the memory of a GPU that does not share the host's.
         tracer: gets an event per read, eviction and use of a guess.
@@ -140,6 +141,7 @@ class ExpertStore:
         tracer: Tracer,
         top_k: Sequence[int] | None = None,
         prefetch: PrefetchConfig = OFF,
+        staging_bytes: int | None = None,
         policy: PolicyFactory = least_recently_used,
         passage: DevicePassage | None = None,
     ) -> None:
@@ -152,6 +154,8 @@ class ExpertStore:
         self._begun: dict[Key, _Begun] = {}
         self._warming: set[Key] = set()
         self._copying: dict[Key, int] = {}
+        self._asked: set[Key] = set()  # sure guesses in the queue
+        self._over = -1  # calls up to this position want no sure guess any more
         self._hung: dict[int, tuple[int, int, int, float]] = {}  # the last timeout of each group
         self._wasted: list[int] = []  # groups of guesses read in vain, for the governor
         self._position = -1
@@ -162,7 +166,8 @@ class ExpertStore:
         self._passage = passage
         self._device = None if passage is None else passage.device
         self._copy_rows = copy_rows if passage is None else passage.copy
-        self._staging = Staging(records, prefetch.staged_bytes)
+        beside = prefetch.staged_bytes if staging_bytes is None else staging_bytes
+        self._staging = Staging(records, beside)
         widths = [1] * len(records) if top_k is None else top_k
         self.groups = [
             Group(
@@ -199,12 +204,19 @@ class ExpertStore:
             self.groups[group].residency.tokens(rows)
 
     def split(self, group: int, experts: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The experts in the order to compute them: those that are there, then the missing ones."""
+        """The experts in the order to compute them: those that are there, then the missing ones.
+
+        Of the missing ones those first that are in memory beside the slots, or on their way there.
+        """
         with self._lock:
-            resident = self.groups[group].residency.resident
+            resident, staged = self.groups[group].residency.resident, self._staged
             here = [expert for expert in experts if resident(expert)]
             missing = [expert for expert in experts if not resident(expert)]
+            missing.sort(key=lambda expert: not staged((group, expert)))
         return here, missing
+
+    def _staged(self, key: Key) -> bool:
+        return key in self._staging or self._staging.filling(key)
 
     def demand(
         self,
@@ -300,7 +312,7 @@ class ExpertStore:
             result.futures.append(flight)
             if self._lost and self._lost.pop((group, expert), -1) == self._position:
                 result.evicted += 1
-            elif any(expert in ranked for ranked in predicted):
+            elif self._staged((group, expert)) or any(expert in ranked for ranked in predicted):
                 result.late += 1
             else:
                 result.unpredicted += 1
@@ -333,14 +345,24 @@ class ExpertStore:
         if begun is not None:
             self._lost[key] = begun.position
         self._wasted.append(key[0])
+        self._count_wasted(key)
+
+    def _count_wasted(self, key: Key) -> None:
         self.counters.guesses_wasted += 1
         self.counters.wasted_bytes += self.groups[key[0]].stored_bytes
 
     def _wanted(self, guesses: Sequence[Guess], grant: float) -> list[Guess]:
         """Of guesses in the order of their worth, those that there is a use and a grant for."""
         wanted: list[Guess] = []
+        # Guesses of a call are all sure, or none of them is.
+        places = self._staging.room - len(self._asked) if guesses[0].sure else 0
         for guess in guesses:
-            if self._is_absent(guess):
+            if guess.sure:
+                if places > 0 and self._is_new(guess):
+                    wanted.append(guess)
+                    self._asked.add(guess.key)
+                    places -= 1
+            elif self._is_absent(guess):
                 wanted.append(guess)
                 grant -= self.groups[guess.key[0]].stored_bytes
                 if grant < 0:  # one more than the grant holds: demands may make others void
@@ -348,13 +370,19 @@ class ExpertStore:
         self.counters.guesses += len(wanted)
         return wanted
 
+    def _is_new(self, guess: Guess) -> bool:
+        """Whether the expert of a sure guess is neither there nor on its way."""
+        group, expert = guess.key
+        there = self.groups[group].residency.slot(expert) != NONE
+        return not (there or guess.key in self._asked or self._staged(guess.key))
+
     def _is_absent(self, guess: Guess) -> bool:
         group, expert = guess.key
         residency = self.groups[group].residency
         if residency.slot(expert) == NONE:
-            if self._prefetch.destination == "slots":
-                return residency.spare()
-            return guess.key not in self._staging and guess.key not in self._warming
+            if self._staged(guess.key) or guess.key in self._warming:
+                return False
+            return self._prefetch.destination != "slots" or residency.spare()
         if not self._prefetch.missing_only:
             residency.touch(expert)
         return False
@@ -364,7 +392,7 @@ class ExpertStore:
     ) -> None:
         """Hand guesses to the loop outside of a layer call; ``position`` is the last call's."""
         with self._lock:
-            wanted = self._wanted(guesses, grant)
+            wanted = self._wanted(guesses, grant) if guesses else []
         if wanted:
             self._loop.submit(Ask(owner, position, guesses=tuple(wanted), grant=grant))
 
@@ -409,6 +437,17 @@ class ExpertStore:
             guesses = tuple(Guess(key, PRELOAD, 1e-6) for key in keys)
             grant = float(sum(self.groups[group].stored_bytes for group, _ in keys))
             self._loop.submit(Ask(PRELOAD, -1, guesses=guesses, grant=grant))
+
+    def give_up(self, position: int) -> None:
+        """The layer calls up to this one are over: give up the sure guesses that they left."""
+        with self._lock:
+            self._over = max(self._over, position)
+            for key in self._staging.kept:
+                begun = self._begun[key]
+                if begun.position <= position:
+                    del self._begun[key]
+                    self._staging.give_up(key)
+                    self._count_wasted(key)
 
     def take_wasted(self) -> list[int]:
         """Groups of the guesses that have been given up unused since the last call."""
@@ -468,6 +507,7 @@ class ExpertStore:
         key = entry.key
         group, expert = key
         with self._lock:
+            self._asked.discard(key)
             residency = self.groups[group].residency
             slot = residency.slot(expert)
             if slot != NONE:  # a demand has its slot; a guess for it is not needed any more
@@ -476,21 +516,23 @@ class ExpertStore:
                 place = self._staging.take(key)
                 if place is not None:
                     self._copying[key] = place
-                    self._begun.pop(key, None)
+                    begun = self._begun.pop(key)  # as long as it is staged
                     self.counters.guesses_used += 1
+                    self._tracer.use(group, expert, time.perf_counter() - begun.asked)
                 return slot
-            if entry.demand or entry.position <= self._position:
+            over = self._over if entry.sure else self._position
+            if entry.demand or entry.position <= over:
                 return None
             if entry.position == PRELOAD:
                 return self._begin_preload(key)
-            begun = self._begin_guess(key)
-            if begun is None:
+            place = self._begin_guess(key, sure=entry.sure)
+            if place is None:
                 self.counters.guesses_refused += 1
                 self._tracer.queue("refuse", group, expert, entry.probability, entry.position)
                 return None
             self.counters.guesses_begun += 1
             self._begun[key] = _Begun(time.perf_counter(), entry.position)
-            return begun
+            return place
 
     def _begin_preload(self, key: Key) -> int | None:
         slot = self.groups[key[0]].residency.preload(key[1])
@@ -499,13 +541,14 @@ class ExpertStore:
         self._flights[key] = Future()
         return slot
 
-    def _begin_guess(self, key: Key) -> int | None:
+    def _begin_guess(self, key: Key, *, sure: bool) -> int | None:
         group, expert = key
-        if self._prefetch.destination == "pagecache":
+        destination = self._prefetch.destination
+        if destination == "pagecache" and not sure:
             self._warming.add(key)
             return 0
-        if self._prefetch.destination == "staging":
-            place, lost = self._staging.begin(key)
+        if destination == "staging" or sure:
+            place, lost = self._staging.begin(key, keep=sure)
             if lost is not None:
                 self._waste(lost)
             return place
@@ -623,6 +666,7 @@ class ExpertStore:
         """Guesses that never started: nobody waits for them, and they hold nothing."""
         with self._lock:
             self.counters.dropped += len(keys)
+            self._asked.difference_update(keys)
         if self._tracer.enabled:
             for key in keys:
                 self._tracer.queue("stale" if reason is None else "purge", *key)
@@ -637,8 +681,10 @@ class ExpertStore:
         try:
             with self._lock:
                 self.counters.dropped += len(keys)
+                self._asked.difference_update(keys)
                 for key in keys:
-                    self._begun.pop(key, None)
+                    if not self._staged(key):
+                        self._begun.pop(key, None)
                 flights += [self._flights.pop(key) for key in keys]
                 for group, expert in keys:
                     self.groups[group].residency.failed(expert)
@@ -652,6 +698,7 @@ class ExpertStore:
         with self._lock:
             for books in self.groups:
                 books.residency.check_integrity(idle=idle)
+            self._staging.check_integrity(idle=idle)
 
 
 def _call(functions: Sequence[Callable[[], None]]) -> None:

@@ -18,9 +18,11 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from ..io.asks import Guess
 from ..models.switch import StreamingSwitch
 from .prefetch import OFF, PrefetchConfig
 from .profile import DecodeLog
+from .prompt_ahead import PromptAhead
 from .readahead import ReadAhead
 from .residency import IntegrityError
 from .store import Demanded, ExpertStore
@@ -97,6 +99,7 @@ class ExpertStream:
         widths: expert count of each streamed layer.
         tracer: gets an event per stall.
         ahead: reads ahead; None for not.
+        prompts: reads ahead in prompts; None for not.
         prefetch: says whether hits are computed first.
     """
 
@@ -107,10 +110,13 @@ class ExpertStream:
         *,
         tracer: Tracer,
         ahead: ReadAhead | None = None,
+        prompts: PromptAhead | None = None,
         prefetch: PrefetchConfig = OFF,
     ) -> None:
         self._store = store
         self._ahead = ahead
+        self._prompts = prompts
+        self._sure: list[Guess] = []  # for the layer behind this one
         self._hits_first = prefetch.hits_first
         self._deterministic = prefetch.deterministic
         self._ready: tuple[int, float] | None = None  # group that got its experts last, and when
@@ -144,6 +150,8 @@ class ExpertStream:
             self.at_rest()
         # With nothing streamed the token is not known yet; a prompt is one forward or two then.
         self.log.forward(self.step.counters, single=token is not None or not self._tables)
+        if self._prompts is not None:  # one that was given up may have left something
+            self._end_prompt(self._forward)
         self._forward += 1
         self._mark = time.perf_counter()
         self._ready = None
@@ -151,6 +159,10 @@ class ExpertStream:
             self._ahead.begin_forward(single=token is not None)
             if token is not None:
                 self._predict(*self._ahead.build_from_embedding(token), 0)
+
+    def _end_prompt(self, forward: int) -> None:
+        """Nobody wants what was read ahead for prompts in the forwards up to this one."""
+        self._store.give_up((forward + 1) * len(self._tables) - 1)
 
     def launch(self, *results: mx.array) -> None:
         """Start the evaluation of a forward that nothing waits for yet."""
@@ -171,13 +183,14 @@ class ExpertStream:
 
     def release(self) -> None:
         """The engine is being closed: let go of the model's taps and pools."""
-        self._ahead = self.at_rest = None
+        self._ahead = self._prompts = self.at_rest = None
 
     def end_request(self, owner: int) -> None:
         """A request has ended: nobody wants its guesses."""
         if self._ahead is not None:
             self._ahead.end_request()
             self._store.purge(owner)
+            self._end_prompt(self._forward)
         self.log.end()
         self.step = Step()
 
@@ -200,7 +213,7 @@ class ExpertStream:
         if ahead is None or not ranks:
             return
         self._sync(*ranks)
-        position = self._forward * len(self._tables) + group
+        position = self._position(group)
         guesses = ahead.guesses(targets, ranks, position=position, first=group)
         if guesses and not self._deterministic:
             before = self._ready[0] if self._ready is not None else group
@@ -214,13 +227,18 @@ class ExpertStream:
         if self.step.passed is not None:
             self.step.passed(switch.group)
         ahead = self._ahead
-        ranks = ahead.build(switch.group) if ahead is not None else []
+        large = indices.size > SMALL_CALL
+        ranks: list[mx.array] = []
+        if large and self._prompts is not None:
+            ranks = self._prompts.build(switch.group)
+        elif ahead is not None:
+            ranks = ahead.build(switch.group)
         before = time.perf_counter()
         self._sync(indices, *ranks)
         self._tracer.sync(switch.group, switch.layer, before, self._mark)
         self.step.counters.syncs += 1
-        if indices.size > SMALL_CALL:
-            return self._run_large(switch, x, indices)
+        if large:
+            return self._run_large(switch, x, indices, ranks)
         routed = flatten(indices.tolist())
         if len(routed) == indices.shape[-1]:
             experts, tail = list(dict.fromkeys(routed)), []
@@ -265,8 +283,28 @@ class ExpertStream:
         joined = mx.concatenate(outputs, axis=1)[:, mx.array(places, mx.uint32)]
         return joined.reshape(*shape, -1)
 
-    def _run_large(self, switch: StreamingSwitch, x: mx.array, indices: mx.array) -> mx.array:
+    def _run_large(
+        self,
+        switch: StreamingSwitch,
+        x: mx.array,
+        indices: mx.array,
+        votes: Sequence[mx.array],
+    ) -> mx.array:
         """A prompt chunk: the same with arrays instead of lists."""
+        if self._prompts is None:
+            return self._compute_large(switch, x, indices)
+        position = self._position(switch.group)
+        self._sure = self._prompts.guesses(switch.group, votes, position)
+        try:
+            output = self._compute_large(switch, x, indices)
+        finally:
+            guesses, self._sure = self._sure, []
+        self._store.give_up(position)
+        if guesses:  # again: while the last wave was asked for, there may have been less room
+            self._store.guess(guesses, owner=self.step.owner, position=position, grant=0.0)
+        return output
+
+    def _compute_large(self, switch: StreamingSwitch, x: mx.array, indices: mx.array) -> mx.array:
         routed = np.asarray(indices).ravel()
         heat = np.bincount(routed)
         present = np.flatnonzero(heat)
@@ -310,8 +348,11 @@ class ExpertStream:
         self, switch: StreamingSwitch, experts: list[int], tokens: int, tail: list[list[int]]
     ) -> None:
         group, layer, forward = switch.group, switch.layer, self._forward
-        position = forward * len(self._tables) + group
+        position = self._position(group)
         self._tracer.route(group, layer, forward, position, experts, tokens, tail)
+
+    def _position(self, group: int) -> int:
+        return self._forward * len(self._tables) + group
 
     def _fetch(self, switch: StreamingSwitch, experts: list[int]) -> list[int] | None:
         """Slots of the experts, pinned, once all of them are there; None when they do not fit."""
@@ -327,7 +368,7 @@ class ExpertStream:
     ) -> Demanded | None:
         """Ask for the experts of a call and, in the same message, for guesses at later ones."""
         group, ahead, owner = switch.group, self._ahead, self.step.owner
-        position = self._forward * len(self._tables) + group
+        position = self._position(group)
         if ahead is None:
             got = self._store.demand(group, experts, owner=owner, position=position)
             if got is None:
@@ -344,7 +385,7 @@ class ExpertStream:
                     ahead.targets(group), ranks, position=position, first=group, routed=experts
                 )
                 if ranks
-                else []
+                else self._sure
             )
             got = self._store.demand(
                 group,
@@ -353,7 +394,7 @@ class ExpertStream:
                 position=position,
                 predicted=predicted,
                 guesses=() if self._deterministic else guesses,
-                grant=ahead.grant(group) if guesses else 0.0,
+                grant=ahead.grant(group) if ranks and guesses else 0.0,
             )
             if got is None:
                 return None

@@ -1,11 +1,13 @@
 """A long prompt with a quarter of the experts resident: how near is it to the drive's bandwidth?
 
 Arms, in turn in one process: "waves" (the engine: the next wave is read while this one is
-computed), "in turn" (the same without reading ahead of a wave), and "token by token" (no chunks at
-all, on the first tokens only). The drive's bandwidth is measured by reading random experts of the
-same files with the same lanes just before.
+computed), "layers" (with prefetch: the next layer's first wave is read as well), "in turn" (without
+reading ahead of a wave), and "token by token" (no chunks at all, on the first tokens only). The
+drive's bandwidth is measured by reading random experts of the same files with the same lanes just
+before.
 
     python scripts/bench_prefill.py MODEL [--share 0.25] [--tokens 1000] [--rounds 3] [--single 40]
+                                          [--throttle MB/S]
 
 Prints per arm: ms per prompt token, MB read, GB/s over the whole prompt, and the share of the
 drive's bandwidth.
@@ -19,12 +21,14 @@ import random
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from moestream import Engine
+from moestream import Engine, PrefetchConfig
 from moestream.runtime import core, streaming
 from moestream.runtime.assembly import draw_blueprint
+from moestream.runtime.bench.padding import Throttle
 from moestream.runtime.store import ExpertStore
 
 LANES = 8
@@ -60,39 +64,54 @@ async def prompt_of(engine: Engine, count: int, seed: int) -> tuple[float, int]:
     return result.stats.time_to_first_token, result.stats.bytes_read
 
 
-async def bench(model: Path, share: float, tokens: int, rounds: int, single: int) -> None:
+async def bench(
+    model: Path, share: float, tokens: int, rounds: int, single: int, throttle: float | None
+) -> None:
     """Open the engines, run the arms in turn, print."""
     slots = round(max(layer.experts for layer in draw_blueprint(model).size.layers) * share)
     patched: Any = core
     chunk = patched.fitting_chunk
     ask = streaming.ExpertStream._ask
-    async with await Engine.open(model, slots=slots, lanes=LANES) as engine:
+
+    async def opened(prefetch: Any = "off") -> Engine:
+        engine = await stack.enter_async_context(
+            await Engine.open(model, slots=slots, lanes=LANES, prefetch=prefetch)
+        )
+        if throttle is not None:
+            engine._core.store.reader.preadv = Throttle(throttle)
+        return engine
+
+    async with AsyncExitStack() as stack:
         # This engine's experts are spoilt behind it, so it is used for nothing else.
-        drive = bandwidth(engine._core.store, 2.0)
+        drive = bandwidth((await opened())._core.store, 2.0)
     print(f"{slots} slots a layer; drive {drive / 1e9:.2f} GB/s with {LANES} lanes", flush=True)
     rows: dict[str, list[tuple[float, float]]] = {}
-    async with await Engine.open(model, slots=slots, lanes=LANES) as engine:
-        patched.fitting_chunk = lambda *_, **__: 1
-        async with await Engine.open(model, slots=slots, lanes=LANES) as one_by_one:
+    async with AsyncExitStack() as stack:
+        waves = await opened()
+        engines = {"waves": waves, "layers": await opened(PrefetchConfig()), "in turn": waves}
+        if single:
+            patched.fitting_chunk = lambda *_, **__: 1
+            engines["token by token"] = await opened()
             patched.fitting_chunk = chunk
-            await prompt_of(engine, tokens, 99)  # compiles kernels
-            await prompt_of(one_by_one, 8, 99)
-            for seed in range(rounds):
-                for arm in ("waves", "in turn", "token by token"):
-                    count = single if arm == "token by token" else tokens
-                    if arm == "in turn":
-                        _take_turns()
-                    runs = one_by_one if arm == "token by token" else engine
-                    seconds, nbytes = await prompt_of(runs, count, seed)
-                    streaming.ExpertStream._ask = ask  # type: ignore[method-assign]
-                    rows.setdefault(arm, []).append((seconds / count, nbytes / count))
-                    rate = nbytes / seconds
-                    print(
-                        f"  {arm:15} {seconds / count * 1e3:8.2f} ms/token  "
-                        f"{nbytes / count / 1e6:8.2f} MB/token  {rate / 1e9:5.2f} GB/s  "
-                        f"{rate / drive:.2f} of the drive",
-                        flush=True,
-                    )
+        for arm, engine in engines.items():
+            await prompt_of(engine, 8 if arm == "token by token" else tokens, 99)  # kernels
+        for seed in range(rounds):
+            for arm, engine in engines.items():
+                count = single if arm == "token by token" else tokens
+                if arm == "in turn":
+                    _take_turns()
+                seconds, nbytes = await prompt_of(engine, count, seed)
+                streaming.ExpertStream._ask = ask  # type: ignore[method-assign]
+                rows.setdefault(arm, []).append((seconds / count, nbytes / count))
+                rate = nbytes / seconds
+                print(
+                    f"  {arm:15} {seconds / count * 1e3:8.2f} ms/token  "
+                    f"{nbytes / count / 1e6:8.2f} MB/token  {rate / 1e9:5.2f} GB/s  "
+                    f"{rate / drive:.2f} of the drive",
+                    flush=True,
+                )
+        ahead = engines["layers"].statistics().prefetch
+        print(f"read for the next layer: {ahead.begun}, used {ahead.used}, wasted {ahead.wasted}")
     base = statistics.median(seconds for seconds, _ in rows["waves"])
     for arm, runs_of_arm in rows.items():
         each = [seconds for seconds, _ in runs_of_arm]
@@ -120,7 +139,8 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.25)
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--single", type=int, default=40)
+    parser.add_argument("--single", type=int, default=40, help="0 leaves token by token out")
+    parser.add_argument("--throttle", type=float, help="MB/s that the drive gives at most")
     arguments = parser.parse_args()
     asyncio.run(
         bench(
@@ -129,6 +149,7 @@ def main() -> None:
             arguments.tokens,
             arguments.rounds,
             arguments.single,
+            arguments.throttle and arguments.throttle * 1e6,
         )
     )
 

@@ -11,7 +11,7 @@ import pytest
 import uvloop
 
 from moestream.io import loop as loop_module
-from moestream.io.asks import Ask
+from moestream.io.asks import Ask, Guess, Purge
 from moestream.io.errors import LoopClosed
 from moestream.io.loop import IoLoop
 from moestream.io.queue import Key
@@ -98,6 +98,83 @@ def test_a_demand_for_a_queued_expert_joins_it() -> None:
         stuck.host.wait_ended(3)
     assert stuck.host.begun == [FIRST, (2, 2), (1, 1)]
     assert stuck.host.outcome((2, 2)).kind == "finish"
+
+
+def sure(*keys: Key, position: int = 1) -> tuple[Guess, ...]:
+    return tuple(Guess(key, position, 1.0, sure=True) for key in keys)
+
+
+def test_sure_guesses_take_the_lanes_that_demands_leave() -> None:
+    """With a demand unfinished and without a grant, where no other guess would begin."""
+    stuck = Stuck(FIRST)
+    together = threading.Barrier(3)
+
+    def read(key: Key) -> None:
+        if key[0] == 1:
+            together.wait(TIMEOUT)
+        stuck._read(key)
+
+    stuck.host.on_read = read
+    with IoLoop(stuck.host, lanes=4) as loop:
+        loop.submit(ask(FIRST))
+        stuck.gate.wait_entered()
+        guess = Guess((2, 0), 1, 1.0)
+        loop.submit(Ask(1, 0, guesses=(guess, *sure(*layer(1, 3)))))
+        stuck.host.wait_ended(3)
+        assert stuck.host.begun == [FIRST, *layer(1, 3)]
+        stuck.gate.open()
+        stuck.host.wait_ended(4)
+        assert loop.statistics().delayed_bytes == 0
+    assert stuck.host.outcome((2, 0)).kind == "void"
+
+
+def test_sure_guesses_begin_behind_the_demands_that_wait() -> None:
+    stuck = Stuck(FIRST)
+    with IoLoop(stuck.host, lanes=1) as loop:
+        loop.submit(ask(FIRST))
+        stuck.gate.wait_entered()
+        loop.submit(Ask(1, 0, guesses=sure((1, 0), (1, 1))))
+        loop.submit(Ask(1, 0, ((0, 0), (0, 1))))
+        stuck.gate.open()
+        stuck.host.wait_ended(5)
+    assert stuck.host.begun == [FIRST, (0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_sure_guesses_do_not_wait_for_the_last_demand_of_a_batch() -> None:
+    """Lanes that run out of demands say so, though the call has not got all of its experts."""
+    stuck = Stuck(FIRST)
+    with IoLoop(stuck.host, lanes=2) as loop:
+        loop.submit(Ask(1, 0, (FIRST, *layer(0, 3)), guesses=sure((1, 0))))
+        stuck.host.wait_ended(4)
+        assert stuck.host.outcome((1, 0)).kind == "finish"
+        stuck.gate.open()
+        stuck.host.wait_ended(5)
+
+
+def test_a_sure_guess_that_is_being_read_counts_as_no_delay() -> None:
+    stuck = Stuck((1, 0))
+    with IoLoop(stuck.host, lanes=2) as loop:
+        loop.submit(Ask(1, 0, guesses=sure((1, 0))))
+        stuck.gate.wait_entered()
+        loop.submit(Ask(1, 1, ((0, 0),)))
+        stuck.host.wait_ended(1)
+        assert loop.statistics().delayed_bytes == 0
+        stuck.gate.open()
+        stuck.host.wait_ended(2)
+
+
+def test_sure_guesses_go_with_their_owner() -> None:
+    stuck = Stuck(FIRST)
+    with IoLoop(stuck.host, lanes=1) as loop:
+        loop.submit(Ask(1, 0, (FIRST,), guesses=sure((1, 0))))
+        loop.submit(Ask(2, 0, guesses=sure((1, 0), (1, 1))))
+        stuck.gate.wait_entered()
+        loop.submit(Purge(2))
+        stuck.host.wait_ended(1)
+        stuck.gate.open()
+        stuck.host.wait_ended(3)
+    assert stuck.host.outcome((1, 0)).kind == "finish"
+    assert stuck.host.outcome((1, 1)).kind == "void"
 
 
 @pytest.mark.parametrize("lanes", [1, 3])

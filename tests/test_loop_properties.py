@@ -523,7 +523,13 @@ class Bench:
         self.reader = RecordReader(records, preadv=drive)
         self.drive = drive
         self.store = ExpertStore(
-            records, SLOTS, self.reader, tracer=Tracer(None), top_k=[2, 2], prefetch=prefetch
+            records,
+            SLOTS,
+            self.reader,
+            tracer=Tracer(None),
+            top_k=[2, 2],
+            prefetch=prefetch,
+            staging_bytes=1 << 14,
         )
         self.calls: list[Call] = []
         self.wrong: list[str] = []
@@ -554,7 +560,10 @@ class Bench:
                 self._writers.discard(place)
 
     def demand(self, owner: int, position: int, group: int, experts: list[int], more: Any) -> None:
-        guesses = [Guess((g, e), position + ahead, chance) for (g, e), ahead, chance in more]
+        guesses = [
+            Guess((g, e), position + ahead, chance or 1.0, sure=chance is None)
+            for (g, e), ahead, chance in more
+        ]
         got = self.store.demand(
             group, experts, owner=owner, position=position, guesses=guesses, grant=1e6
         )
@@ -603,7 +612,7 @@ STORE_OPERATIONS = st.one_of(
             st.tuples(
                 st.tuples(st.integers(0, 1), st.integers(0, EXPERTS - 1)),
                 st.integers(1, 4),
-                st.sampled_from([0.2, 1.0]),
+                st.sampled_from([0.2, 1.0, None]),  # None: sure
             ),
             max_size=3,
         ),
@@ -614,6 +623,7 @@ STORE_OPERATIONS = st.one_of(
     st.tuples(st.just("answer")),
     st.tuples(st.just("give up")),
     st.tuples(st.just("purge"), OWNERS),
+    st.tuples(st.just("over"), st.integers(0, 4)),
 )
 
 
@@ -646,7 +656,7 @@ def test_slots_have_one_owner_and_futures_end(
     operations: list[tuple[Any, ...]],
     end: str,
 ) -> None:
-    prefetch = PrefetchConfig(destination=destination, staging_bytes=1 << 14)
+    prefetch = PrefetchConfig(destination=destination)
     with FaultyDrive() as drive:
         bench = Bench(tmp_path_factory.mktemp("bench"), drive, prefetch)
         store = bench.store
@@ -667,6 +677,8 @@ def test_slots_have_one_owner_and_futures_end(
                             drive.answer()
                         case ("purge", owner):
                             store.purge(owner)
+                        case ("over", ahead):
+                            store.give_up(position + ahead)
                     store.check_integrity()
                     assert loop.failure is None
                 while end == "answer" and bench.calls:
@@ -680,6 +692,7 @@ def test_slots_have_one_owner_and_futures_end(
                 assert future.done()
             store.release(call.group, call.got.slots)
         assert not bench.wrong, bench.wrong
+        store.give_up(len(operations) + 5)
         store.check_integrity(idle=True)
         assert not store._flights
         drive.forget()

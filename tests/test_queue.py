@@ -291,6 +291,18 @@ def test_integrity_check_notices_damage(damage: Callable[[ReadQueue], None]) -> 
         queue.check_integrity()
 
 
+def test_sure_guesses_come_before_others_as_they_came() -> None:
+    queue = ReadQueue()
+    queue.speculate((1, 0), "a", 1, 1.0)
+    queue.speculate((2, 0), "a", 8, 0.1, sure=True)
+    queue.speculate((2, 1), "a", 7, 1.0, sure=True)
+    assert queue.sure
+    queue.demand((3, 0), "a", 9)
+    queue.demand((2, 0), "a", 9)  # is sure no more
+    assert keys_of([entry for entry in iter(queue.pop, None)]) == [(2, 0), (3, 0), (2, 1), (1, 0)]
+    assert not queue.sure
+
+
 # The same operations on a list that is searched and sorted every time
 
 PRICE = 0.5
@@ -303,10 +315,13 @@ class Wanted:
     position: int
     probability: float | None  # None for a demand
     owners: set[Hashable] = field(default_factory=set)
+    sure: bool = False
 
     def order(self) -> tuple[int, float, int]:
         if self.probability is None:
             return (0, self.position, self.sequence)
+        if self.sure:
+            return (1, -math.inf, self.sequence)
         return (1, guess_cost(self.position, self.probability), self.sequence)
 
 
@@ -322,16 +337,23 @@ class NaiveQueue:
     def find(self, key: Key) -> Wanted | None:
         return next((w for w in self.wanted if w.key == key), None)
 
-    def want(self, key: Key, owner: Hashable, position: int, probability: float | None) -> bool:
+    def want(
+        self,
+        key: Key,
+        owner: Hashable,
+        position: int,
+        probability: float | None,
+        sure: bool = False,
+    ) -> bool:
         found = self.find(key)
         if found is None:
-            self.wanted.append(Wanted(key, self.submitted, position, probability, {owner}))
+            self.wanted.append(Wanted(key, self.submitted, position, probability, {owner}, sure))
             self.submitted += 1
             return True
         found.owners.add(owner)
-        offer = Wanted(key, found.sequence, position, probability)
+        offer = Wanted(key, found.sequence, position, probability, sure=sure)
         if offer.order() < found.order():
-            found.position, found.probability = position, probability
+            found.position, found.probability, found.sure = position, probability, sure
         return False
 
     def in_order(self) -> list[Key]:
@@ -387,10 +409,12 @@ class QueueMachine(RuleBasedStateMachine):
         newly = self.queue.demand(key, owner, position)
         self._submitted(newly, self.model.want(key, owner, position, None))
 
-    @rule(key=KEYS, owner=OWNERS, position=POSITIONS, probability=PROBABILITIES)
-    def speculate(self, key: Key, owner: str, position: int, probability: float) -> None:
-        newly = self.queue.speculate(key, owner, position, probability)
-        self._submitted(newly, self.model.want(key, owner, position, probability))
+    @rule(key=KEYS, owner=OWNERS, position=POSITIONS, probability=PROBABILITIES, sure=st.booleans())
+    def speculate(
+        self, key: Key, owner: str, position: int, probability: float, sure: bool
+    ) -> None:
+        newly = self.queue.speculate(key, owner, position, probability, sure=sure)
+        self._submitted(newly, self.model.want(key, owner, position, probability, sure))
 
     @precondition(lambda self: self.model.wanted)
     @rule()
@@ -427,6 +451,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert len(self.queue) == len(self.model.wanted)
         assert self.queue.demands == sum(w.probability is None for w in self.model.wanted)
         assert self.queue.guesses == sum(w.probability is not None for w in self.model.wanted)
+        assert self.queue.sure == any(w.sure for w in self.model.wanted)
         for wanted in self.model.wanted:
             assert entry_of(self.queue, wanted.key) == Entry(
                 wanted.key,
@@ -435,6 +460,7 @@ class QueueMachine(RuleBasedStateMachine):
                 1.0 if wanted.probability is None else wanted.probability,
                 wanted.owners,
                 wanted.sequence,
+                wanted.sure,
             )
 
     @invariant()

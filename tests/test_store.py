@@ -65,7 +65,9 @@ class Bench:
             assert self.slot_bytes(group, slot) == self.layers[group].expected(expert)
 
 
-def make(folder: Path, policy: PolicyFactory = least_recently_used) -> Bench:
+def make(
+    folder: Path, policy: PolicyFactory = least_recently_used, *, staging_bytes: int = 0
+) -> Bench:
     layers = [
         write_stacked(folder / "stacked", TENSORS, experts=EXPERTS, layer=4),
         write_packed(folder / "packed", TENSORS, experts=EXPERTS, layer=5),
@@ -73,7 +75,14 @@ def make(folder: Path, policy: PolicyFactory = least_recently_used) -> Bench:
     drive = FakeDrive()
     records = [layer.record for layer in layers]
     reader = RecordReader(records, preadv=drive)
-    store = ExpertStore(records, SLOTS, reader, tracer=Tracer(None), policy=policy)
+    store = ExpertStore(
+        records,
+        SLOTS,
+        reader,
+        tracer=Tracer(None),
+        policy=policy,
+        staging_bytes=staging_bytes,
+    )
     return Bench(layers, drive, reader, store)
 
 
