@@ -254,10 +254,12 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[Key]:
     counted: Counter[Key] = Counter()
     original = RecordReader.read_job
 
-    def read_job(self: RecordReader, group: int, expert: int, job: int, rows: Any) -> int:
+    def read_job(
+        self: RecordReader, group: int, expert: int, job: int, rows: Any, passage: Any = None
+    ) -> int:
         if job == 0:
             counted[group, expert] += 1
-        return original(self, group, expert, job, rows)
+        return original(self, group, expert, job, rows, passage)
 
     monkeypatch.setattr(RecordReader, "read_job", read_job)
     return counted

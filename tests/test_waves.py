@@ -48,10 +48,12 @@ async def test_each_expert_of_a_chunk_is_read_once(
     reads: Counter[tuple[int, int]] = Counter()
     original = RecordReader.read_job
 
-    def read_job(self: RecordReader, group: int, expert: int, job: int, rows: Any) -> int:
+    def read_job(
+        self: RecordReader, group: int, expert: int, job: int, rows: Any, passage: Any = None
+    ) -> int:
         if job == 0:
             reads[group, expert] += 1
-        return original(self, group, expert, job, rows)
+        return original(self, group, expert, job, rows, passage)
 
     monkeypatch.setattr(RecordReader, "read_job", read_job)
     prompt = make_prompt(300)
@@ -96,11 +98,13 @@ async def test_a_read_that_fails_in_a_wave_leaves_an_engine_that_works(
     failed: list[int] = []
     original = RecordReader.read_job
 
-    def read_job(self: RecordReader, group: int, expert: int, job: int, rows: Any) -> int:
+    def read_job(
+        self: RecordReader, group: int, expert: int, job: int, rows: Any, passage: Any = None
+    ) -> int:
         if not failed and group == 1 and expert == 9:
             failed.append(expert)
             raise OSError(5, "Input/output error")
-        return original(self, group, expert, job, rows)
+        return original(self, group, expert, job, rows, passage)
 
     prompt = make_prompt(300)
     async with await Engine.open(model, slots=6) as engine:
