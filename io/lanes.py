@@ -22,17 +22,19 @@ class Batch:
 
     Attributes:
         left: reads that have not ended.
+        reads: those that have begun, in that order.
     """
 
     left: int
+    reads: list[Read] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
 class Read:
     """A read that has begun: its jobs go to the lanes one by one.
 
-    ``left``, ``nbytes`` and ``error`` are written under the lock of the lanes, the rest by the loop
-    thread.
+    ``left``, ``nbytes``, ``error`` and ``claimed`` are written under the lock of the lanes, the
+    rest by the loop thread.
 
     Attributes:
         key: (group, expert).
@@ -46,6 +48,7 @@ class Read:
         left: jobs that have not ended.
         nbytes: bytes read so far.
         error: the first one; jobs that follow do nothing.
+        claimed: somebody tells the owner of the slot that it has ended, and nobody else will.
         withdrawn: no more jobs are handed out; the read ends with those that were.
         give_back: set when the read was given up while a job of it hangs: says to the owner of the
             slot that nothing writes there any more.
@@ -62,11 +65,14 @@ class Read:
     left: int = field(init=False)
     nbytes: int = 0
     error: BaseException | None = None
+    claimed: bool = False
     withdrawn: bool = False
     give_back: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         self.left = len(self.jobs)
+        if self.batch is not None:
+            self.batch.reads.append(self)
 
     @property
     def waiting(self) -> bool:
@@ -130,6 +136,7 @@ class Lanes:
         count: int,
         work: Work,
         report: Callable[[], None],
+        publish: Callable[[Read], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.count = count
@@ -137,6 +144,7 @@ class Lanes:
         self.meter = Meter()
         self._work = work
         self._report = report
+        self._publish = publish
         self._clock = clock
         # Guards the counts below, those of reads, the marks of jobs, and the meter.
         self._lock = threading.Lock()
@@ -231,6 +239,12 @@ class Lanes:
         if tell:
             self._report()
 
+    def claim(self, read: Read) -> bool:
+        """Whether the loop is to say that the read has ended: no lane does, nor will."""
+        with self._lock:
+            free, read.claimed = not read.claimed, True
+        return free
+
     def collect(self) -> list[Job]:
         """The jobs that have ended since the last call."""
         with self._lock:
@@ -254,6 +268,7 @@ class Lanes:
             lost = [job for job in self._running if job.since < before]
             for job in lost:
                 job.lost = True
+                job.read.claimed = True  # by `abandoned`, also if the drive answers just now
                 self._lost[job] = self._running[job]
                 self._end(job)
                 self.alive -= 1
@@ -328,6 +343,9 @@ class Lanes:
             self._finished.append(job)
             tell = self._is_news(job) and not self._told
             self._told = self._told or tell
+            ended = self._ended(read)
+        for each in ended:
+            self._publish(each)
         if tell:
             self._report()
         return needed
@@ -337,6 +355,18 @@ class Lanes:
         del self._running[job]
         self.meter.stop(len(self._running))
         self._out -= job.demand
+
+    @staticmethod
+    def _ended(read: Read) -> list[Read]:
+        """The reads for which somebody has waited until this one ended; now they are claimed."""
+        batch = read.batch
+        if read.left or not read.demand or (batch is not None and batch.left):
+            return []
+        reads = [read] if batch is None else batch.reads
+        ended = [r for r in reads if not (r.left or r.claimed or r.error)]
+        for each in ended:
+            each.claimed = True
+        return ended
 
     def _is_news(self, job: Job) -> bool:
         read, batch = job.read, job.read.batch

@@ -60,7 +60,7 @@ class IoLoop:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host = host
-        self._lanes = Lanes(lanes, host.read, self._report, clock)
+        self._lanes = Lanes(lanes, host.read, self._report, self._publish, clock)
         self._clock = clock
         self._read_timeout = read_timeout
         self._timer: asyncio.TimerHandle | None = None
@@ -201,6 +201,13 @@ class IoLoop:
     def _report(self) -> None:
         with suppress(RuntimeError):  # the event loop has ended: this read was abandoned
             self._loop.call_soon_threadsafe(self._collect)
+
+    def _publish(self, read: Read) -> None:
+        try:
+            self._host.finish(read.key, read.slot, read.nbytes, None)
+        except BaseException as fatal:
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._die, fatal)
 
     # -- loop thread --------------------------------------------------------------------------
 
@@ -371,7 +378,8 @@ class IoLoop:
             return
         self._forget(read)
         try:
-            self._host.finish(read.key, read.slot, read.nbytes, read.error)
+            if self._lanes.claim(read):
+                self._host.finish(read.key, read.slot, read.nbytes, read.error)
             # Without unfinished demands guesses may go on.
             if self._take_deferred(read.key) or not self._unfinished:
                 self._dispatch()
