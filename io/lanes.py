@@ -22,11 +22,9 @@ class Batch:
 
     Attributes:
         left: reads that have not ended.
-        reads: those that have begun, in that order.
     """
 
     left: int
-    reads: list[Read] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +46,7 @@ class Read:
         left: jobs that have not ended.
         nbytes: bytes read so far.
         error: the first one; jobs that follow do nothing.
-        claimed: somebody tells the owner of the slot that it has ended, and nobody else will.
+        claimed: a lane or the loop tells the owner of the slot that it has ended; no other may.
         withdrawn: no more jobs are handed out; the read ends with those that were.
         give_back: set when the read was given up while a job of it hangs: says to the owner of the
             slot that nothing writes there any more.
@@ -71,8 +69,6 @@ class Read:
 
     def __post_init__(self) -> None:
         self.left = len(self.jobs)
-        if self.batch is not None:
-            self.batch.reads.append(self)
 
     @property
     def waiting(self) -> bool:
@@ -117,7 +113,8 @@ class Lanes:
     Waking a thread costs more than anything else that a read needs of the interpreter (15 to 30 us
     with the lock being passed on, measured). So a lane takes its next job without asking, and calls
     ``report`` only when something can be done about it: a layer call has all its experts, a job of
-    a guess has ended, or the lanes are about to run out of jobs while ``more`` wait.
+    a guess has ended, or the lanes are about to run out of jobs while ``more`` wait. And a lane
+    itself ``publish``-es a demand that was read without error: who waits is woken without the loop.
 
     A lane whose job is given up (``lose``) is replaced by a new one and ends when the drive
     answers. No more than ``count`` of them are replaced at a time: a drive that answers nothing
@@ -128,6 +125,8 @@ class Lanes:
         count: threads.
         work: does a job.
         report: asks the loop to call ``collect``; called in a lane, must not raise.
+        publish: tells the owner of the slot that a read has ended well; called in a lane, must not
+            raise.
         clock: seconds that never go back.
     """
 
@@ -182,16 +181,19 @@ class Lanes:
         """End the threads; what has not begun is forgotten.
 
         Args:
-            wait: until the last has ended, but for those that wait for the drive with a lost job.
+            wait: also for those that are doing a job, unless it is lost; the others end at once.
         """
         self._demands.clear()
         self._guesses.clear()
         with self._lock:
             self._stopped = True
             alive, hanging = self.alive, set(self._lost.values())
+            if not wait:
+                # What no lane has begun has an error by now, and will not be begun.
+                hanging |= set(self._running.values())
         for _ in range(alive):
             self._tokens.put(False)
-        for thread in self._threads if wait else ():
+        for thread in self._threads:
             if thread not in hanging:
                 thread.join()
 
@@ -240,7 +242,7 @@ class Lanes:
             self._report()
 
     def claim(self, read: Read) -> bool:
-        """Whether the loop is to say that the read has ended: no lane does, nor will."""
+        """Whether the loop has to tell that the read has ended: no lane has begun to, or will."""
         with self._lock:
             free, read.claimed = not read.claimed, True
         return free
@@ -268,7 +270,8 @@ class Lanes:
             lost = [job for job in self._running if job.since < before]
             for job in lost:
                 job.lost = True
-                job.read.claimed = True  # by `abandoned`, also if the drive answers just now
+                # Else another job that ends before `drop` would publish it.
+                job.read.claimed = True
                 self._lost[job] = self._running[job]
                 self._end(job)
                 self.alive -= 1
@@ -343,9 +346,12 @@ class Lanes:
             self._finished.append(job)
             tell = self._is_news(job) and not self._told
             self._told = self._told or tell
-            ended = self._ended(read)
-        for each in ended:
-            self._publish(each)
+            # Given up at this moment: either `lose`, `drop` or `claim` had the lock before, and the
+            # read is claimed or has an error; or they find no running job, and that it is claimed.
+            publish = read.demand and not (read.left or read.claimed) and read.error is None
+            read.claimed = read.claimed or publish
+        if publish:
+            self._publish(read)
         if tell:
             self._report()
         return needed
@@ -355,18 +361,6 @@ class Lanes:
         del self._running[job]
         self.meter.stop(len(self._running))
         self._out -= job.demand
-
-    @staticmethod
-    def _ended(read: Read) -> list[Read]:
-        """The reads for which somebody has waited until this one ended; now they are claimed."""
-        batch = read.batch
-        if read.left or not read.demand or (batch is not None and batch.left):
-            return []
-        reads = [read] if batch is None else batch.reads
-        ended = [r for r in reads if not (r.left or r.claimed or r.error)]
-        for each in ended:
-            each.claimed = True
-        return ended
 
     def _is_news(self, job: Job) -> bool:
         read, batch = job.read, job.read.batch

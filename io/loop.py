@@ -32,6 +32,9 @@ class IoLoop:
     keys reaches ``finish``, ``abandoned``, ``dropped`` or ``void`` of the host, also when the loop
     dies.
 
+    A demand that was read without error is finished by the lane that did its last job; the loop
+    hears of it afterwards, for its own books. All other ends are told by the loop.
+
     Jobs are given out in this order: of demands that have begun, of demands in the queue, of
     guesses that have begun, of guesses in the queue. The last two only while no demand is
     unfinished and on a few lanes, so that a demand finds the drive nearly free; and a guess begins
@@ -206,7 +209,7 @@ class IoLoop:
         try:
             self._host.finish(read.key, read.slot, read.nbytes, None)
         except BaseException as fatal:
-            with suppress(RuntimeError):
+            with suppress(RuntimeError):  # the event loop has ended
                 self._loop.call_soon_threadsafe(self._die, fatal)
 
     # -- loop thread --------------------------------------------------------------------------
@@ -239,8 +242,11 @@ class IoLoop:
         queue = self._queue
         batch = Batch(0)
         for key in ask.demands:
-            if key in self._reads:  # a guess is on its way to another place: when it has ended
+            # A guess is on its way to another place, or the lane has told an end of which the loop
+            # has not heard: when it has.
+            if key in self._reads:
                 self._deferred[key] = (ask.owner, ask.position)
+                self._part(key)
                 self._promote(key)
                 continue
             entry = queue.get(key)
