@@ -15,6 +15,10 @@ from typing import Protocol
 from .meter import Meter
 from .queue import Key
 
+HEAD_START = 1e-6
+"""Seconds between waking who waits and waking the loop; timers make 60 us of it (Linux). Else both
+want the interpreter at once, and where the loop got it first, nothing was gained (measured)."""
+
 
 @dataclass(slots=True)
 class Batch:
@@ -352,6 +356,8 @@ class Lanes:
             read.claimed = read.claimed or publish
         if publish:
             self._publish(read)
+            if tell and not self._more and self._tokens.empty():  # no demand waits for loop or lane
+                time.sleep(HEAD_START)
         if tell:
             self._report()
         return needed
