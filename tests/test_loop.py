@@ -810,7 +810,7 @@ def test_a_finish_that_raises_kills_the_loop_and_everybody_hears_of_it() -> None
         host.wait_ended(5)
     assert host.outcome(FIRST).error is None
     assert host.outcome((0, 0)).kind == "finish"
-    # Its lane may have ended before the loop said that more demands wait: then the loop hands out the
+    # Its lane may have ended before the loop said that more wait: then the loop hands out the
     # next one before it hears of the death.
     assert host.outcome((0, 1)).kind in ("finish", "dropped")
     for key in [(0, 2), (0, 3)]:
