@@ -12,9 +12,9 @@ from .queue import Entry, Key
 class ReadHost(Protocol):
     """Whoever owns the slots that reads go into.
 
-    ``begin``, ``finish`` and ``dropped`` run on the loop thread and must be short; ``read`` runs in
-    a lane thread and blocks. Each key that was asked for ends in exactly one ``finish``,
-    ``abandoned``, ``dropped`` or ``void``.
+    ``read`` runs in a lane thread and blocks. ``finish`` runs in a lane for a demand that was read
+    without error, and the rest on the loop thread; all of them must be short. Each key that was
+    asked for ends in exactly one ``finish``, ``abandoned``, ``dropped`` or ``void``.
     """
 
     def begin(self, entry: Entry) -> int | None:

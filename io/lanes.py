@@ -15,6 +15,10 @@ from typing import Protocol
 from .meter import Meter
 from .queue import Key
 
+HEAD_START = 1e-6
+"""Seconds between waking who waits and waking the loop; timers make 60 us of it (Linux). Else both
+want the interpreter at once, and where the loop got it first, nothing was gained (measured)."""
+
 
 @dataclass(slots=True)
 class Batch:
@@ -31,8 +35,8 @@ class Batch:
 class Read:
     """A read that has begun: its jobs go to the lanes one by one.
 
-    ``left``, ``nbytes`` and ``error`` are written under the lock of the lanes, the rest by the loop
-    thread.
+    ``left``, ``nbytes``, ``error`` and ``claimed`` are written under the lock of the lanes, the
+    rest by the loop thread.
 
     Attributes:
         key: (group, expert).
@@ -47,6 +51,7 @@ class Read:
         left: jobs that have not ended.
         nbytes: bytes read so far.
         error: the first one; jobs that follow do nothing.
+        claimed: a lane or the loop tells the owner of the slot that it has ended; no other may.
         withdrawn: no more jobs are handed out; the read ends with those that were.
         give_back: set when the read was given up while a job of it hangs: says to the owner of the
             slot that nothing writes there any more.
@@ -64,6 +69,7 @@ class Read:
     left: int = field(init=False)
     nbytes: int = 0
     error: BaseException | None = None
+    claimed: bool = False
     withdrawn: bool = False
     give_back: Callable[[], None] | None = None
 
@@ -113,7 +119,8 @@ class Lanes:
     Waking a thread costs more than anything else that a read needs of the interpreter (15 to 30 us
     with the lock being passed on, measured). So a lane takes its next job without asking, and calls
     ``report`` only when something can be done about it: a layer call has all its experts, a job of
-    a guess has ended, or the lanes are about to run out of jobs while ``more`` wait.
+    a guess has ended, or the lanes are about to run out of jobs while ``more`` wait. And a lane
+    itself ``publish``-es a demand that was read without error: who waits is woken without the loop.
 
     A lane whose job is given up (``lose``) is replaced by a new one and ends when the drive
     answers. No more than ``count`` of them are replaced at a time: a drive that answers nothing
@@ -124,6 +131,8 @@ class Lanes:
         count: threads.
         work: does a job.
         report: asks the loop to call ``collect``; called in a lane, must not raise.
+        publish: tells the owner of the slot that a read has ended well; called in a lane, must not
+            raise.
         clock: seconds that never go back.
     """
 
@@ -132,6 +141,7 @@ class Lanes:
         count: int,
         work: Work,
         report: Callable[[], None],
+        publish: Callable[[Read], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.count = count
@@ -139,6 +149,7 @@ class Lanes:
         self.meter = Meter()
         self._work = work
         self._report = report
+        self._publish = publish
         self._clock = clock
         # Guards the counts below, those of reads, the marks of jobs, and the meter.
         self._lock = threading.Lock()
@@ -176,16 +187,19 @@ class Lanes:
         """End the threads; what has not begun is forgotten.
 
         Args:
-            wait: until the last has ended, but for those that wait for the drive with a lost job.
+            wait: also for those that are doing a job, unless it is lost; the others end at once.
         """
         self._demands.clear()
         self._guesses.clear()
         with self._lock:
             self._stopped = True
             alive, hanging = self.alive, set(self._lost.values())
+            if not wait:
+                # What no lane has begun has an error by now, and will not be begun.
+                hanging |= set(self._running.values())
         for _ in range(alive):
             self._tokens.put(False)
-        for thread in self._threads if wait else ():
+        for thread in self._threads:
             if thread not in hanging:
                 thread.join()
 
@@ -233,6 +247,12 @@ class Lanes:
         if tell:
             self._report()
 
+    def claim(self, read: Read) -> bool:
+        """Whether the loop has to tell that the read has ended: no lane has begun to, or will."""
+        with self._lock:
+            free, read.claimed = not read.claimed, True
+        return free
+
     def collect(self) -> list[Job]:
         """The jobs that have ended since the last call."""
         with self._lock:
@@ -256,6 +276,8 @@ class Lanes:
             lost = [job for job in self._running if job.since < before]
             for job in lost:
                 job.lost = True
+                # Else another job that ends before `drop` would publish it.
+                job.read.claimed = True
                 self._lost[job] = self._running[job]
                 self._end(job)
                 self.alive -= 1
@@ -330,6 +352,14 @@ class Lanes:
             self._finished.append(job)
             tell = self._is_news(job) and not self._told
             self._told = self._told or tell
+            # Given up at this moment: either `lose`, `drop` or `claim` had the lock before, and the
+            # read is claimed or has an error; or they find no running job, and that it is claimed.
+            publish = read.demand and not (read.left or read.claimed) and read.error is None
+            read.claimed = read.claimed or publish
+        if publish:
+            self._publish(read)
+            if tell and not self._more and self._tokens.empty():  # no demand waits for loop or lane
+                time.sleep(HEAD_START)
         if tell:
             self._report()
         return needed

@@ -32,6 +32,9 @@ class IoLoop:
     keys reaches ``finish``, ``abandoned``, ``dropped`` or ``void`` of the host, also when the loop
     dies.
 
+    A demand that was read without error is finished by the lane that did its last job; the loop
+    hears of it afterwards, for its own books. All other ends are told by the loop.
+
     Jobs are given out in this order: of demands that have begun, of demands in the queue, of sure
     guesses, of guesses that have begun, of guesses in the queue. The last two only while no demand
     is unfinished and on a few lanes, so that a demand finds the drive nearly free; and a guess
@@ -61,7 +64,7 @@ class IoLoop:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host = host
-        self._lanes = Lanes(lanes, host.read, self._report, clock)
+        self._lanes = Lanes(lanes, host.read, self._report, self._publish, clock)
         self._clock = clock
         self._read_timeout = read_timeout
         self._timer: asyncio.TimerHandle | None = None
@@ -204,6 +207,13 @@ class IoLoop:
         with suppress(RuntimeError):  # the event loop has ended: this read was abandoned
             self._loop.call_soon_threadsafe(self._collect)
 
+    def _publish(self, read: Read) -> None:
+        try:
+            self._host.finish(read.key, read.slot, read.nbytes, None)
+        except BaseException as fatal:
+            with suppress(RuntimeError):  # the event loop has ended
+                self._loop.call_soon_threadsafe(self._die, fatal)
+
     # -- loop thread --------------------------------------------------------------------------
 
     def _stop(self) -> None:
@@ -234,8 +244,11 @@ class IoLoop:
         queue = self._queue
         batch = Batch(0)
         for key in ask.demands:
-            if key in self._reads:  # a guess is on its way to another place: when it has ended
+            # A guess is on its way to another place, or the lane has told an end of which the loop
+            # has not heard: when it has.
+            if key in self._reads:
                 self._deferred[key] = (ask.owner, ask.position)
+                self._part(key)
                 self._promote(key)
                 continue
             entry = queue.get(key)
@@ -384,7 +397,8 @@ class IoLoop:
             return
         self._forget(read)
         try:
-            self._host.finish(read.key, read.slot, read.nbytes, read.error)
+            if self._lanes.claim(read):
+                self._host.finish(read.key, read.slot, read.nbytes, read.error)
             # Without unfinished demands guesses may go on.
             if self._take_deferred(read.key) or not self._unfinished:
                 self._dispatch()

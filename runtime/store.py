@@ -1,8 +1,8 @@
 """The expert store: residency of all layers, their pools, and the futures of reads on their way.
 
-Two threads meet here. The compute thread asks (``demand``) and lets go (``release``); the loop
-thread reports (``begin``, ``finish``, ``dropped``). One short lock guards the books; no I/O, no
-waiting and no MLX call happens under it.
+Threads meet here. The compute thread asks (``demand``) and lets go (``release``); the loop thread
+reports (``begin``, ``finish``, ``dropped``), and a lane does what it has read for a demand
+(``finish``). One short lock guards the books; no I/O, no waiting and no MLX call happens under it.
 """
 
 from __future__ import annotations

@@ -361,6 +361,11 @@ class FakeHost(ReadHost):
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.outcomes) >= count, TIMEOUT)
 
+    def wait_outcomes(self, key: Key, count: int) -> None:
+        """Wait until a key has ended this often."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.outcomes[key]) >= count, TIMEOUT)
+
     def wait_returned(self, count: int) -> None:
         """Wait until this many reads that had been given up have ended."""
         with self._changed:

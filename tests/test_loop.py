@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import uvloop
@@ -13,6 +14,7 @@ import uvloop
 from moestream.io import loop as loop_module
 from moestream.io.asks import Ask, Guess, Purge
 from moestream.io.errors import LoopClosed
+from moestream.io.lanes import Job
 from moestream.io.loop import IoLoop
 from moestream.io.queue import Key
 
@@ -194,6 +196,7 @@ def test_as_many_reads_run_as_there_are_lanes(lanes: int) -> None:
 
 
 def test_the_books_are_kept_on_the_loop_thread_and_reads_are_not() -> None:
+    """Only the end of a demand that was read is told by its lane."""
     stuck = Stuck(FIRST)
     host = stuck.host
     with IoLoop(host, lanes=2) as loop:
@@ -204,7 +207,8 @@ def test_the_books_are_kept_on_the_loop_thread_and_reads_are_not() -> None:
         host.wait_ended(3)
         threads = {name: set(seen) for name, seen in host.threads.items()}
     (thread,) = threads["begin"]
-    assert threads["finish"] == threads["dropped"] == {thread}
+    assert threads["dropped"] == {thread}
+    assert threads["finish"] <= threads["read"]
     assert thread not in threads["read"]
     assert threading.get_ident() not in threads["read"] | {thread}
 
@@ -263,6 +267,115 @@ def test_a_failed_expert_can_be_asked_for_again() -> None:
         loop.submit(ask((0, 0)))
         assert done.wait(TIMEOUT)
     assert [outcome.error is None for outcome in host.outcomes[0, 0]] == [False, True]
+
+
+class Blocked:
+    """Keeps the loop thread busy from ``with`` until ``go_on``."""
+
+    def __init__(self, loop: IoLoop) -> None:
+        self._loop = loop
+        self._gate = Gate()
+
+    def __enter__(self) -> Self:
+        self._done = self._loop.start(self._block)
+        self._gate.wait_entered()
+        return self
+
+    async def _block(self) -> None:
+        self._gate()
+
+    def __exit__(self, *_: object) -> None:
+        self._gate.open()
+        self._done.result(TIMEOUT)
+
+
+def books(loop: IoLoop) -> tuple[int, int, list[int], int]:
+    """Reads, unfinished demands, busy lanes and tasks, when the loop has done what it was told."""
+
+    async def look() -> tuple[int, int, list[int], int]:
+        for _ in range(1_000_000):  # a lane is about to tell of what the host has heard already
+            if not loop._lanes._told:
+                break
+            await asyncio.sleep(0)
+        for _ in range(4):  # tasks of reads that have ended have their turn
+            await asyncio.sleep(0)
+        return len(loop._reads), loop._unfinished, list(loop._busy), len(loop._running)
+
+    result: tuple[int, int, list[int], int] = loop.start(look).result(TIMEOUT)
+    return result
+
+
+def test_a_demand_ends_although_the_loop_is_busy() -> None:
+    stuck = Stuck(*layer(0, 2))
+    host = stuck.host
+    with IoLoop(host, lanes=2) as loop:
+        loop.submit(ask(*layer(0, 2)))
+        stuck.gate.wait_entered()
+        assert books(loop) == (2, 2, [0, 2], 2)
+        with Blocked(loop):
+            stuck.gate.open()
+            host.wait_ended(2)
+            assert host.threads["finish"] <= host.threads["read"]
+            assert len(loop._reads) == 2  # it has not heard of it
+            loop.submit(ask((0, 0)))  # and the expert was lost again
+        host.wait_outcomes((0, 0), 2)
+        assert books(loop) == (0, 0, [0, 0], 0)
+    assert [outcome.kind for outcome in host.outcomes[0, 0]] == ["finish"] * 2
+    assert host.outcome((0, 1)).kind == "finish"
+
+
+def test_the_loop_is_told_last_and_once() -> None:
+    """Of a call of three reads, each is told to the host by its lane, then all to the loop."""
+    host = FakeHost()
+    events: list[str] = []
+    host.on_finish = lambda key: events.append("finish")
+    with IoLoop(host, lanes=1) as loop:
+        report = loop._lanes._report
+
+        def reported() -> None:
+            events.append("report")
+            report()
+
+        with Blocked(loop):  # all three are with the lanes before one has ended
+            loop._most = 3
+            loop._lanes._report = reported
+            loop.submit(ask(*layer(0, 3)))
+        host.wait_ended(3)
+        assert books(loop) == (0, 0, [0, 0], 0)
+    assert events == ["finish"] * 3 + ["report"]
+
+
+def test_a_demand_that_fails_is_told_by_the_loop() -> None:
+    stuck = Stuck((0, 0))
+    host = stuck.host
+
+    def read(key: Key) -> None:
+        stuck.gate()
+        raise OSError("broken")
+
+    host.on_read = read
+    with IoLoop(host, lanes=1) as loop:
+        loop.submit(ask((0, 0)))
+        stuck.gate.wait_entered()
+        stuck.gate.open()
+        host.wait_ended(1)
+    assert host.threads["finish"] == host.threads["begin"]
+    assert isinstance(host.outcome((0, 0)).error, OSError)
+
+
+def test_an_expert_is_read_again_while_others_of_its_call_are_still_being_read() -> None:
+    """The loop has not heard of its end, since only the end of the whole call is told."""
+    stuck = Stuck((0, 1))
+    host = stuck.host
+    with IoLoop(host, lanes=2) as loop:
+        loop.submit(ask(*layer(0, 2)))
+        host.wait_ended(1)
+        loop.submit(ask((0, 0), position=1))
+        host.wait_outcomes((0, 0), 2)
+        assert (0, 1) not in host.outcomes
+        stuck.gate.open()
+        host.wait_ended(2)
+        assert books(loop) == (0, 0, [0, 0], 0)
 
 
 # -- tasks ------------------------------------------------------------------------------------
@@ -365,6 +478,54 @@ def test_no_more_lanes_than_twice_their_number() -> None:
         assert host.outcome((1, 1)).error is None
         assert loop._lanes.alive == 2
     join_lanes()
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_read_that_is_being_given_up_is_not_published(jobs: int) -> None:
+    """Its drive answers between `lose` and `abandoned`; its other job, if any, ends there, too."""
+    stuck = Stuck((0, 0))
+    host = stuck.host
+    ticks = itertools.count(1)
+    begun, ended = threading.Semaphore(0), threading.Semaphore(0)
+    early: list[Key] = []
+
+    def read(_: Key) -> None:
+        begun.release()
+        stuck.gate()
+
+    def timeout(key: Key, job: int, seconds: float) -> BaseException:
+        stuck.gate.open()
+        for _ in range(jobs):
+            assert ended.acquire(timeout=TIMEOUT)
+        early.extend(host.outcomes)
+        return TimeoutError(key, job)
+
+    host.on_read = read
+    host.jobs = lambda key: [10] * jobs  # type: ignore[method-assign]
+    host.timeout = timeout  # type: ignore[method-assign]
+    loop = IoLoop(host, lanes=2, read_timeout=1e6, clock=lambda: float(next(ticks)))
+    do = loop._lanes._do
+
+    def counted(job: Job) -> bool:
+        needed = do(job)
+        ended.release()
+        return needed
+
+    loop._lanes._do = counted  # type: ignore[method-assign]
+
+    async def give_up() -> None:
+        loop._give_up_late(min(job.since for job in loop._lanes._running) + 0.5)
+
+    with loop:
+        loop.submit(ask((0, 0)))
+        for _ in range(jobs):
+            assert begun.acquire(timeout=TIMEOUT)
+        loop.start(give_up).result(TIMEOUT)
+        host.wait_returned(1)
+        assert books(loop) == (0, 0, [0, 0], 0)
+    assert early == []
+    assert host.outcome((0, 0)).kind == "abandoned"
+    assert host.returned == [((0, 0), 0)]
 
 
 def test_closing_does_not_wait_for_a_read_that_was_given_up() -> None:
@@ -569,6 +730,40 @@ class Slow:
         return getattr(self._real, name)
 
 
+def test_closing_waits_for_a_lane_that_is_telling_an_end() -> None:
+    """Though it does not wait for one to which the drive does not answer."""
+    stuck = Stuck((0, 1))
+    host = stuck.host
+    telling = Gate()
+    told: list[Key] = []
+
+    def finish(key: Key) -> None:
+        if key == (0, 0):
+            telling()
+            told.append(key)
+
+    host.on_finish = finish
+    loop = IoLoop(host, lanes=2, grace=0.0)
+    stop = loop._lanes.stop
+
+    def stopping(*, wait: bool) -> None:
+        assert not wait
+        telling.open()
+        stop(wait=wait)
+        assert told == [(0, 0)]
+
+    loop._lanes.stop = stopping  # type: ignore[method-assign]
+    with loop:
+        loop.submit(ask((0, 1)))
+        loop.submit(ask((0, 0)))
+        stuck.gate.wait_entered()
+        telling.wait_entered()
+    assert host.outcome((0, 0)).error is None
+    assert isinstance(host.outcome((0, 1)).error, LoopClosed)
+    stuck.gate.open()
+    join_lanes()
+
+
 def test_closing_waits_for_a_submit_that_is_about_to_wake_the_loop() -> None:
     """Else the event loop is gone when it is woken, and submit raises something after having taken
     the keys."""
@@ -683,7 +878,7 @@ def test_a_finish_that_raises_kills_the_loop_and_everybody_hears_of_it() -> None
         loop.submit(ask(FIRST))
         stuck.gate.wait_entered()
         loop.submit(ask(*layer(0, 4)))
-        host.wait_ended(4)  # two have been read, two were dropped, FIRST still runs
+        host.wait_ended(4)  # they have been read or dropped, FIRST still runs
         assert loop.failure is bug
         with pytest.raises(LoopClosed) as refused:
             loop.submit(ask((1, 0)))
@@ -692,14 +887,64 @@ def test_a_finish_that_raises_kills_the_loop_and_everybody_hears_of_it() -> None
         host.wait_ended(5)
     assert host.outcome(FIRST).error is None
     assert host.outcome((0, 0)).kind == "finish"
-    # The lane had taken up the next read before the end of this one was reported.
-    assert host.outcome((0, 1)).kind == "finish"
+    # Its lane may have ended before the loop said that more wait: then the loop hands out the
+    # next one before it hears of the death.
+    assert host.outcome((0, 1)).kind in ("finish", "dropped")
     for key in [(0, 2), (0, 3)]:
         outcome = host.outcome(key)
         assert outcome.kind == "dropped"
         assert isinstance(outcome.error, LoopClosed)
         assert "books" in str(outcome.error)
     assert (1, 0) not in host.outcomes
+
+
+def test_a_finish_that_raises_in_a_lane_kills_the_loop() -> None:
+    host = FakeHost()
+    bug = Bug("books")
+
+    def finish(key: Key) -> None:
+        raise bug
+
+    host.on_finish = finish
+    with IoLoop(host, lanes=1) as loop:
+        loop.submit(ask((0, 0)))
+        host.wait_ended(1)
+        assert host.threads["finish"] == host.threads["read"]
+        for number in range(1_000_000):
+            try:
+                loop.submit(Ask(1, number))
+            except LoopClosed as refused:
+                assert refused.__cause__ is bug
+                break
+        assert loop.failure is bug
+    assert host.outcome((0, 0)).kind == "finish"
+
+
+def test_nothing_is_lost_when_the_loop_dies_before_it_hears_of_an_end() -> None:
+    stuck = Stuck((0, 0))
+    host = stuck.host
+    dying = Gate()
+    bug = Bug("slots")
+
+    def begin(key: Key) -> None:
+        if key == (1, 0):
+            dying()
+            raise bug
+
+    host.on_begin = begin
+    with IoLoop(host, lanes=2) as loop:
+        loop.submit(ask((0, 0)))
+        stuck.gate.wait_entered()
+        loop.submit(ask((1, 0), (1, 1)))
+        dying.wait_entered()
+        stuck.gate.open()
+        host.wait_ended(1)  # told by the lane, while the loop is about to die
+        dying.open()
+        host.wait_ended(3)
+        assert loop.failure is bug
+        assert books(loop) == (0, 0, [0, 0], 0)
+    assert host.outcome((0, 0)).error is None
+    assert [host.outcome(key).kind for key in layer(1, 2)] == ["dropped"] * 2
 
 
 def test_a_begin_that_raises_kills_the_loop_and_its_own_key_hears_of_it_too() -> None:

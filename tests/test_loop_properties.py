@@ -226,7 +226,7 @@ class Machine:
     ) -> None:
         """One layer call; ``joins`` are so many of the reads that are under way."""
         loop = self.loop
-        under_way = [k for k in loop._reads if k not in demands]
+        under_way = [k for k, read in loop._reads.items() if k not in demands and not read.claimed]
         under_way += [k for k in self._queued() if loop._batches.get(k) and k not in demands]
         joined = tuple(dict.fromkeys(under_way))[:joins]
         for key in demands:
@@ -327,7 +327,9 @@ class Machine:
             check(self.host.stops != [], "demands wait and nothing is read")
         for key in ALL_KEYS:
             due = self.opened[key] - self.host.ends[key]
-            there = (key in loop._reads) + (key in loop._queue) + (key in loop._deferred)
+            read = loop._reads.get(key)
+            reading = read is not None and not read.claimed  # else its lane has told its end
+            there = reading + (key in loop._queue) + (key in loop._deferred)
             check(due == there, f"{key} is to end {due} times and is there {there} times")
 
     def finish(self) -> None:
@@ -484,7 +486,7 @@ async def test_a_job_is_collected_only_when_its_read_is_known_to_have_ended() ->
         begun.set()
         return 1
 
-    lanes = Lanes(1, work, collect)
+    lanes = Lanes(1, work, collect, over.add)
     lanes._lock = Nosy(lanes, collect)  # type: ignore[assignment]
     done = asyncio.get_running_loop().create_future()
     read = Read((0, 0), 0, True, [1], done, Batch(1))
