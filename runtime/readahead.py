@@ -112,6 +112,7 @@ class ReadAhead:
         self.trial = Trial()
         self._tried = config.admission == "idle" and not config.deterministic and config.reads
         self._began = 0.0
+        self._waited = 0.0
         self.totals = Totals()
         self._predicted: list[list[_Prediction]] = [[] for _ in range(count)]
         self._lessons: dict[tuple[int, int], list[tuple[_Prediction, Sequence[int]]]] = {}
@@ -145,6 +146,7 @@ class ReadAhead:
     def begin_forward(self, *, single: bool) -> None:
         """A new forward, perhaps of a single token: nothing is predicted yet."""
         self._began = time.perf_counter() if single else 0.0
+        self._waited = 0.0
         self._predictor.clear()
         self._forward += 1
         for predicted in self._predicted:
@@ -160,10 +162,14 @@ class ReadAhead:
             bandwidth = self._loop.bandwidth
             self._least = [self._worth(books.stored_bytes, bandwidth) for books in self._groups]
 
+    def waited(self, seconds: float) -> None:
+        """The forward has waited for experts."""
+        self._waited += seconds
+
     def end_forward(self) -> None:
         """The forward has been evaluated."""
         if self._began and self._tried:
-            self.trial.token(time.perf_counter() - self._began)
+            self.trial.token(time.perf_counter() - self._began, self._waited)
         self._began = 0.0
 
     def end_request(self) -> None:

@@ -422,6 +422,8 @@ class ExpertStream:
             self._mark = after = time.perf_counter()
             self._ready = (switch.group, after)
             counters.stall_seconds += after - before
+            if self._ahead is not None:
+                self._ahead.waited(after - before)
             self._tracer.stall(
                 switch.group,
                 switch.layer,

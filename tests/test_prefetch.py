@@ -307,7 +307,7 @@ def test_trial_finds_the_faster_way_and_tries_the_other_seldom(
     for count in range(3000):
         if count >= 500:
             spent[trial.on] += 1
-        trial.token(with_guesses if trial.on else 1.0)
+        trial.token(with_guesses if trial.on else 1.0, 0.3)
     assert trial.verdict is pays
     assert spent[not pays] / sum(spent.values()) < 0.06
     assert trial.seconds == pytest.approx((with_guesses, 1.0))
@@ -316,8 +316,38 @@ def test_trial_finds_the_faster_way_and_tries_the_other_seldom(
 def test_trial_notices_that_the_machine_has_changed() -> None:
     trial = Trial()
     for _ in range(1000):
-        trial.token(0.8 if trial.on else 1.0)
+        trial.token(0.8 if trial.on else 1.0, 0.3)
     assert trial.verdict
     for _ in range(3000):
-        trial.token(1.5 if trial.on else 1.0)
+        trial.token(1.5 if trial.on else 1.0, 0.3)
     assert not trial.verdict
+
+
+def test_nothing_is_tried_while_tokens_hardly_wait() -> None:
+    trial = Trial()
+    for _ in range(Trial.LEG):
+        trial.token(1.0, 0.04)
+    assert not trial.on
+    assert not trial.verdict
+    for _ in range(50 * Trial.LEG):  # more than with guesses, and still too little to try
+        trial.token(1.0, 0.09)
+        assert not trial.on
+    for _ in range(Trial.LEG):
+        trial.token(1.0, 0.3)
+    assert trial.on
+    for _ in range(Trial.LEG * Trial.FIRST):
+        trial.token(0.8 if trial.on else 1.0, 0.06 if trial.on else 0.3)
+    assert trial.verdict  # what is left to wait is little because of the guesses
+
+
+def test_a_verdict_outlasts_times_without_waiting() -> None:
+    trial = Trial()
+    for _ in range(1000):
+        trial.token(1.5 if trial.on else 1.0, 0.3)
+    assert not trial.verdict
+    for _ in range(3 * Trial.LEG):
+        trial.token(1.0, 0.0)
+    for _ in range(2 * Trial.LEG):
+        trial.token(1.0, 0.3)
+    assert not trial.verdict
+    assert not trial.on
