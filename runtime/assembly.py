@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from ..models.experts import (
     probe_sites,
 )
 from ..models.loading import LazyModel, load_lazily
+from .calibration import PAIR_BYTES
 from .errors import InvalidRequest
 from .kvsize import measure_caches
 from .packed import check_manifest, packed_record, stand_ins
@@ -232,8 +234,11 @@ def _measure(
     inner = max(_inner_width(use.site) for use in uses)
     return ModelSize(
         layers=layers,
-        # With the folded routers that predictions use.
-        trunk_bytes=everything - experts + sum(layer.experts for layer in layers) * hidden * item,
+        # With the folded routers that predictions use, and the weights of pairs that they learn.
+        trunk_bytes=everything
+        - experts
+        + sum(layer.experts for layer in layers) * hidden * item
+        + sum(PAIR_BYTES * before.experts * layer.experts for before, layer in pairwise(layers)),
         cache=measure_caches(cache, lambda tokens: _built_cache(lazy, uses, tokens)),
         # About six hidden-sized arrays of a block at once, and per routed expert its sorted input,
         # two inner products, their product and the output, before and after unsorting.

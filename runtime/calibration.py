@@ -17,6 +17,9 @@ Floats = npt.NDArray[np.float64]
 SURE = 0.995
 """No mean is believed beyond this, nor below the opposite: log odds stay finite."""
 
+PAIR_BYTES = 4
+"""Memory of a weight, for the plan: one for each pair of experts of neighbouring layers."""
+
 SAVED_STEP = 1 / 32
 """Weights are saved as bytes in units of this; it changes a sum of eight by .03 (deviation)."""
 
