@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import subprocess
+import shlex
 import sys
 import threading
 import types
@@ -638,7 +639,7 @@ print(json.dumps({"arm": "fake", "kind": "decode", "tokens": int(given["--tokens
 def fake(tmp_path: Path, text: str = FAKE) -> str:
     path = tmp_path / "rival.py"
     path.write_text(text)
-    return f"fake={sys.executable} {path}"
+    return f"fake={shlex.join([sys.executable, str(path)])}"
 
 
 def test_a_rival_is_one_more_arm(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_without_memory_for_the_new_pool_the_old_one_stays(
     bring(store, loop, 0, 1, 2)
     before = store.groups[0].pool
 
-    def refuse(record: Any, slots: int) -> SlotPool:
+    def refuse(record: Any, slots: int, device: Any) -> SlotPool:
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(store_module, "SlotPool", refuse)
@@ -210,7 +210,7 @@ async def test_after_a_while_the_other_layers_wait_for_the_next_forward(
 async def test_an_engine_without_memory_for_a_new_pool_goes_on(
     demo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(record: Any, slots: int) -> SlotPool:
+    def refuse(record: Any, slots: int, device: Any) -> SlotPool:
         raise RuntimeError("out of memory")
 
     async with await Engine.open(demo, slots=16, pressure="off") as engine:

@@ -640,7 +640,9 @@ def test_ours_in_the_same_protocol(checkpoint: Path, tmp_path: Path) -> None:
     assert lines[1]["outputs"] == again[1]["outputs"]
     assert lines[1]["note"].startswith("cold, direct reads, page cache emptied before each")
     assert lines[1]["note"].endswith("; buffered in 2 of 2 files, which are not aligned")
-    assert lines[1]["hits"][0] + lines[1]["misses"][0] == 3 * SMALL.layers * SMALL.top_k
+    # The compute thread may be into the second token by the time that the first one has come.
+    most = 3 * SMALL.layers * SMALL.top_k
+    assert most / 3 < lines[1]["hits"][0] + lines[1]["misses"][0] <= most
     assert again[1]["note"] == "warm, buffered reads"
     assert all(stall <= total for stall, total in both(lines[1], "stall_seconds", "seconds"))
 
