@@ -6,9 +6,9 @@ import asyncio
 import csv
 import json
 import os
+import shlex
 import signal
 import subprocess
-import shlex
 import sys
 import threading
 import types
