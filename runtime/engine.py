@@ -113,9 +113,10 @@ class Engine:
             calibration: file that keeps what was learnt for the next start: which experts were used
                 most, which are then read before the first request, and with ``prefetch`` how well
                 predictions come true.
-            policy: which expert gives up its slot first: "successors" goes by how often experts are
-                used and by which come after which, "lfu-decay" by how often alone, "lru" by how
-                long ago.
+            policy: which expert gives up its slot first: "neighbours" goes by how often experts are
+                used and by what came after tokens with such a routing, "successors" by how often
+                and by which come after which, "lfu-decay" by how often alone, "lru" by how long
+                ago.
             trace: file for a trace that opens in Perfetto.
             progress: called on the compute thread with (bytes, bytes in all) while loading.
             checksum: check every record that is read against the checksums of a packed store; one

@@ -6,10 +6,11 @@ from typing import Literal, get_args
 
 from .policy import Policy, PolicyFactory, least_recently_used
 from .policy_frequency import DecayedFrequency, Successors
+from .policy_neighbours import Neighbours
 
-PolicyName = Literal["successors", "lfu-decay", "lru"]
+PolicyName = Literal["neighbours", "successors", "lfu-decay", "lru"]
 
-DEFAULT_POLICY: PolicyName = "successors"
+DEFAULT_POLICY: PolicyName = "neighbours"
 
 
 def _decayed_frequency(experts: int, width: int) -> Policy:
@@ -17,6 +18,7 @@ def _decayed_frequency(experts: int, width: int) -> Policy:
 
 
 POLICIES: dict[PolicyName, PolicyFactory] = {
+    "neighbours": Neighbours,
     "successors": Successors,
     "lfu-decay": _decayed_frequency,
     "lru": least_recently_used,

@@ -14,8 +14,14 @@ class Policy(Protocol):
     thread and, for guesses, by the loop thread.
     """
 
+    def behind(self, before: Policy) -> None:
+        """The policy of the layer that is called before this one in each forward, if there is one.
+
+        Told first of all, in the order of the layers.
+        """
+
     def seed(self, heat: Sequence[float]) -> None:
-        """How much each expert was used by earlier runs, in any unit; told first of all."""
+        """How much each expert was used by earlier runs, in any unit; told before any call."""
 
     def routed(self, experts: Sequence[int]) -> None:
         """A layer call wants these distinct experts, whether they hold a slot or not.
@@ -48,6 +54,9 @@ class LeastRecentlyUsed:
 
     def __init__(self) -> None:
         self._order: OrderedDict[int, None] = OrderedDict()
+
+    def behind(self, before: Policy) -> None:
+        pass  # each layer is on its own
 
     def seed(self, heat: Sequence[float]) -> None:
         pass  # what was not used in this run has no age

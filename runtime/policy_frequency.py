@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
+from .policy import Policy
+
 RESCALE = 2.0**512
 """Weights are scaled down beyond this; a power of two, so that nothing is rounded."""
 
@@ -38,21 +40,32 @@ class DecayedFrequency:
         self._ranking: list[int] | None = None
         self._warm: dict[int, None] = {}  # added or kept since the call: behind the ranking
 
+    def behind(self, before: Policy) -> None:
+        pass  # each layer counts for itself
+
     def seed(self, heat: Sequence[float]) -> None:
         """The hottest starts as if it had just been used, the others as parts of that."""
         hottest = max(heat) or 1.0
         self._weight = [count / hottest for count in heat]
 
     def routed(self, experts: Sequence[int]) -> None:
-        self._unit *= self._growth
-        if self._unit > RESCALE:
-            self._unit /= RESCALE
-            self._weight = [weight / RESCALE for weight in self._weight]
+        self._age()
         weight, use = self._weight, self._unit
         later = LATER * use
         for expert in experts:
             weight[expert] += use
             use += later
+        self._begin(experts)
+
+    def _age(self) -> None:
+        """A use of earlier calls counts less by one call from here on."""
+        self._unit *= self._growth
+        if self._unit > RESCALE:
+            self._unit /= RESCALE
+            self._weight = [weight / RESCALE for weight in self._weight]
+
+    def _begin(self, experts: Sequence[int]) -> None:
+        """The ranking is void: these experts are asked for."""
         self._call = experts
         self._ranking = None
         self._warm.clear()
@@ -128,7 +141,7 @@ class Successors(DecayedFrequency):
         super().__init__(experts, self.HALF_LIFE)
         self._width = width
         # A row is one large number with a lane per expert: adding up rows takes no loop.
-        self._lanes = _lanes(experts)
+        self._lanes = lanes(experts)
         self._bytes = experts * LANE // 8
         self._rows = [0] * experts
         self._seen = [0] * experts
@@ -175,7 +188,7 @@ LANE = 16
 
 
 @lru_cache
-def _lanes(experts: int) -> list[int]:
+def lanes(experts: int) -> list[int]:
     """A use of each expert, as a row."""
     return [1 << LANE * expert for expert in range(experts)]
 
@@ -183,4 +196,4 @@ def _lanes(experts: int) -> list[int]:
 @lru_cache
 def _halved(experts: int) -> int:
     """What is left of a row after halving: without the bit that each lane has lost to the next."""
-    return sum(_lanes(experts)) * ((1 << LANE - 1) - 1)
+    return sum(lanes(experts)) * ((1 << LANE - 1) - 1)

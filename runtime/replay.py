@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ..io.queue import ReadQueue
 from .replay_forecast import Forecast
-from .replay_policies import LayerCache, PolicyOfCalls, policy_of
+from .replay_policies import LayerCache, PolicyOfCalls, policies_of
 from .terminal import Report
 from .trace_records import Route, prompt_forwards
 
@@ -141,12 +141,9 @@ class Replay:
         self._drive = drive
         self._compute = compute
         self._forecast = forecast
-        by_group: dict[int, list[Route]] = {}
-        for route in routes:
-            by_group.setdefault(route.group, []).append(route)
         self._caches = {
-            g: LayerCache(slots[g], policy_of(policy, own, experts[g]), record_bytes[g])
-            for g, own in by_group.items()
+            group: LayerCache(slots[group], made, record_bytes[group])
+            for group, made in policies_of(policy, routes, experts).items()
         }
         prompts = prompt_forwards(routes)
         # Without a single token decoded, the prompts are all there is to tell about.

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 
 from . import policies
 from .policy import LeastRecentlyUsed, Policy, PolicyFactory
@@ -40,6 +41,9 @@ class Belady:
             for expert in experts:
                 self._future.setdefault(expert, deque()).append(index)
         self._held: dict[int, None] = {}
+
+    def behind(self, before: Policy) -> None:
+        pass
 
     def seed(self, heat: Sequence[float]) -> None:
         pass
@@ -83,11 +87,24 @@ POLICIES: dict[str, PolicyOfCalls] = {
 }
 
 
-def policy_of(make: PolicyOfCalls, routes: Sequence[Route], experts: int) -> Policy:
-    """The policy of the layer that made these calls; a token's routing is as wide as its widest."""
-    calls = [route.experts for route in routes]
-    width = max((len(route.experts) for route in routes if route.tokens == 1), default=1)
-    return make(calls, experts, width)
+def policies_of(
+    make: PolicyOfCalls, routes: Sequence[Route], experts: Mapping[int, int]
+) -> dict[int, Policy]:
+    """The policies of the layers that made these calls, each told of the one before.
+
+    A layer's tokens are taken to be routed as widely as the widest of them.
+    """
+    own: dict[int, list[Route]] = {}
+    for route in routes:
+        own.setdefault(route.group, []).append(route)
+    policies: dict[int, Policy] = {}
+    for group in sorted(own):
+        calls = [route.experts for route in own[group]]
+        width = max((len(route.experts) for route in own[group] if route.tokens == 1), default=1)
+        policies[group] = make(calls, experts[group], width)
+    for before, policy in pairwise(policies.values()):
+        policy.behind(before)
+    return policies
 
 
 class LayerCache:
@@ -207,20 +224,26 @@ class LayerCache:
 def replay_layer(calls: Calls, slots: int, policy: Policy) -> list[int]:
     """Hits of each call of one layer, when every miss is read at once and nothing is guessed."""
     routes = [Route(0.0, 0, 0, index, experts, 1) for index, experts in enumerate(calls)]
-    return [hits for hits, _ in replay_routes(routes, slots, policy)]
+    return [hits for hits, _ in replay_routes(routes, {0: slots}, {0: policy})]
 
 
 def replay_routes(
-    routes: Iterable[Route], slots: int, policy: Policy
+    routes: Iterable[Route], slots: Mapping[int, int], policies: Mapping[int, Policy]
 ) -> Iterator[tuple[int, list[int]]]:
-    """The same for the calls of one layer as recorded: (hits, evicted experts in order) of each."""
-    cache = LayerCache(slots, policy)
+    """The same for recorded calls: (hits, evicted experts in order) of each.
+
+    Args:
+        routes: the calls in the order in which they were made.
+        slots: of each group.
+        policies: of each group, as ``policies_of`` makes them.
+    """
+    caches = {group: LayerCache(slots[group], policy) for group, policy in policies.items()}
     for route in routes:
-        experts = route.experts
+        cache, experts = caches[route.group], route.experts
         misses = [expert for expert in experts if expert not in cache.ready]
         cache.routed(route)
         for expert in misses:
-            if len(experts) <= slots:
+            if len(experts) <= cache.slots:
                 cache.make_room(experts, 0)
             cache.reserve(expert)
             cache.arrived(expert)

@@ -114,8 +114,12 @@ class Residency:
 
     # -- steps --------------------------------------------------------------------------------
 
+    def behind(self, before: Residency) -> None:
+        """The layer that is called before this one in each forward; told first of all."""
+        self._policy.behind(before._policy)
+
     def seed(self, heat: Sequence[float]) -> None:
-        """How much each expert was used by earlier runs; before anything else."""
+        """How much each expert was used by earlier runs; before any call."""
         self._policy.seed(heat)
 
     def preload(self, expert: int) -> int:

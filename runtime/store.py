@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 
 from ..io.asks import Ask, Guess, Purge
 from ..io.errors import LoopClosed, loop_died
@@ -177,6 +178,8 @@ class ExpertStore:
             )
             for record, count, width in zip(records, slots, widths, strict=True)
         ]
+        for before, group in pairwise(self.groups):
+            group.residency.behind(before.residency)
 
     def connect(self, loop: IoLoop) -> None:
         """Name the loop that performs the reads."""

@@ -114,8 +114,10 @@ def replay(
     ] = None,
     policy: Annotated[
         str,
-        typer.Option(metavar="NAME,NAME", help="Of successors, lfu-decay, lru, fifo, belady."),
-    ] = "successors,lfu-decay,lru,fifo,belady",
+        typer.Option(
+            metavar="NAME,NAME", help="Of neighbours, successors, lfu-decay, lru, fifo, belady."
+        ),
+    ] = "neighbours,successors,lfu-decay,lru,fifo,belady",
     prefetch: Annotated[
         str,
         typer.Option(
@@ -148,7 +150,7 @@ def replay(
     chosen = Options(
         slots=_list(slots, _count, "a number of slots") if slots else (),
         shares=_list(share, _share, "a share between 0 and 1") if share else (),
-        policies=_list(policy, _policy, "successors, lfu-decay, lru, fifo or belady"),
+        policies=_list(policy, _policy, "neighbours, successors, lfu-decay, lru, fifo or belady"),
         prefetch=_list(prefetch, parse_prefetch, "off, recorded, perfect or noisy:0.8"),
         bandwidth=None if bandwidth is None else _bytes(bandwidth),
         latency=latency_us / 1e6,

@@ -5,8 +5,9 @@
 
 A trace is a file of an engine (`--trace`) or routing as CSV, also gzipped. Prompts warm the caches;
 hits are counted in decode, in all of it or in one half of its tokens. "recovered" is the part of
-the way from LRU to Belady: the mean of the cells that have more than a point to gain, and all
-points gained over all points there were to gain. `--calls` prints instead what a layer call costs.
+the way from LRU to Belady: the mean of the cells that have more than a point to gain, the same of
+those whose slots hold a token's experts, and all points gained over all there were to gain.
+`--calls` prints instead what a layer call costs.
 """
 
 from __future__ import annotations
@@ -15,71 +16,86 @@ import argparse
 import random
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
 from moestream.runtime.policies import POLICIES as ONLINE
 from moestream.runtime.policy import Policy
-from moestream.runtime.replay_policies import POLICIES, Calls, policy_of, replay_routes
+from moestream.runtime.replay_policies import (
+    POLICIES,
+    Calls,
+    PolicyOfCalls,
+    policies_of,
+    replay_routes,
+)
 from moestream.runtime.residency import Residency
 from moestream.runtime.trace_records import Route, Trace
 from moestream.runtime.tracefile import read_trace
 
 from .policy_contenders import CONTENDERS
 
-Make = Callable[[Sequence[Route], int, int], Policy]
+Make = Callable[[float], PolicyOfCalls]
+"""Makes policies for caches that hold a share of the experts."""
 
 
 @dataclass(frozen=True)
 class Routing:
-    """The calls of each layer, and the forwards that are counted."""
+    """Layer calls in the order in which they were made, and the forwards that are counted."""
 
     name: str
     experts: dict[int, int]
-    layers: dict[int, list[Route]]
+    width: int
+    routes: list[Route]
     counted: frozenset[int]
+
+    def has_choice(self, share: float) -> bool:
+        """Whether a token's experts fit; where they pass in waves, policies have no say."""
+        return min(map(partial(slots_of, share), self.experts.values())) >= self.width
 
 
 def routing(trace: Trace, part: str) -> Routing:
-    """Sort a trace by layers and choose what is counted."""
-    layers: defaultdict[int, list[Route]] = defaultdict(list)
-    for route in trace.routes:
-        layers[route.group].append(route)
+    """Choose what is counted of a trace."""
     prompts = {route.forward for route in trace.routes if route.tokens > 1}
     decoded = sorted({route.forward for route in trace.routes} - prompts)
     half = len(decoded) // 2
     chosen = {"all": decoded, "first": decoded[:half], "second": decoded[half:]}[part]
-    experts = {group: trace.layers[group].experts for group in layers}
+    experts = {route.group: trace.layers[route.group].experts for route in trace.routes}
+    width = max(len(route.experts) for route in trace.routes if route.tokens == 1)
     name = trace.path.name.split(".")[0]
-    return Routing(name, experts, dict(layers), frozenset(chosen))
+    return Routing(name, experts, width, trace.routes, frozenset(chosen))
+
+
+def slots_of(share: float, experts: int) -> int:
+    """Slots of a layer for a share of its experts."""
+    return max(round(share * experts), 1)
 
 
 def hit_rate(routing: Routing, share: float, make: Make) -> float:
     """Per cent of the counted experts that were there."""
     hits = asked = 0
-    for group, routes in routing.layers.items():
-        experts = routing.experts[group]
-        slots = max(round(share * experts), 1)
-        steps = replay_routes(routes, slots, make(routes, experts, slots))
-        for route, (found, _) in zip(routes, steps, strict=True):
-            if route.forward in routing.counted:
-                hits += found
-                asked += len(route.experts)
+    slots = {group: slots_of(share, experts) for group, experts in routing.experts.items()}
+    policies = policies_of(make(share), routing.routes, routing.experts)
+    steps = replay_routes(routing.routes, slots, policies)
+    for route, (found, _) in zip(routing.routes, steps, strict=True):
+        if route.forward in routing.counted:
+            hits += found
+            asked += len(route.experts)
     return 100 * hits / asked
 
 
-def _known(name: str, routes: Sequence[Route], experts: int, slots: int) -> Policy:
-    policy: Policy = policy_of(POLICIES[name], routes, experts)
-    return policy
+def _known(name: str, share: float) -> PolicyOfCalls:
+    return POLICIES[name]
 
 
-def _contender(name: str, routes: Sequence[Route], experts: int, slots: int) -> Policy:
-    calls: Calls = [route.experts for route in routes]
-    return CONTENDERS[name](calls, slots)
+def _contender(name: str, share: float) -> PolicyOfCalls:
+    def make(calls: Calls, experts: int, width: int) -> Policy:
+        return CONTENDERS[name](calls, slots_of(share, experts))
+
+    return make
 
 
 def table(routings: Sequence[Routing], shares: Sequence[float], policies: dict[str, Make]) -> None:
@@ -87,22 +103,27 @@ def table(routings: Sequence[Routing], shares: Sequence[float], policies: dict[s
     cells = [(routing, share) for routing in routings for share in shares]
     rates: dict[str, list[float]] = {}
     print("| policy | " + " | ".join(f"{r.name} {100 * s:g} %" for r, s in cells), end=" |")
-    print(" recovered, mean | pooled | worst |\n" + "|---" * (len(cells) + 4) + "|")
+    print(" recovered, mean | with a choice | pooled | worst |\n" + "|---" * (len(cells) + 5) + "|")
     for name, make in policies.items():
         print(f"{name} ...", end="\r", file=sys.stderr)
         rates[name] = [hit_rate(routing, share, make) for routing, share in cells]
     room = [best - lru for best, lru in zip(rates["belady"], rates["lru"], strict=True)]
     for name, row in rates.items():
         gains = [rate - lru for rate, lru in zip(row, rates["lru"], strict=True)]
-        shares_won = [g / r for g, r in zip(gains, room, strict=True) if r > 1]
-        mean = 100 * fmean(shares_won) if shares_won else 0.0
+        won = [(c, gain / r) for c, gain, r in zip(cells, gains, room, strict=True) if r > 1]
+        means = (
+            fmean([share for _, share in won] or [0.0]),
+            fmean([share for (routing, s), share in won if routing.has_choice(s)] or [0.0]),
+            sum(gains) / sum(room),
+        )
         print(f"| {name} | " + " | ".join(f"{rate:.1f}" for rate in row), end=" | ")
-        print(f"{mean:.1f} | {100 * sum(gains) / sum(room):.1f} | {min(gains):+.2f} |")
+        print(" | ".join(f"{100 * mean:.1f}" for mean in means) + f" | {min(gains):+.2f} |")
 
 
 def call_costs(tokens: int = 3000) -> None:
     """Print microseconds per layer call of the residency step: 128 experts, top 8, 32 slots.
 
+    The call that is timed is the one of the last of four layers, all with the same routing.
     Two in five experts stay from token to token, the others come from a Zipf-like distribution.
     """
     chance = random.Random(0)
@@ -114,16 +135,19 @@ def call_costs(tokens: int = 3000) -> None:
             chosen.add(chance.choices(range(128), heat)[0])
         calls.append(chance.sample(sorted(chosen), 8))
     for name, policy in ONLINE.items():
-        residency = Residency(128, 32, policy, reserve=8)
+        layers = [Residency(128, 32, policy, reserve=8) for _ in range(4)]
+        for lower, layer in pairwise(layers):
+            layer.behind(lower)
         seconds = []
         for experts in calls:
-            before = time.perf_counter()
-            got = residency.acquire(experts)
-            seconds.append(time.perf_counter() - before)
-            for expert in got.reads:
-                residency.published(expert)
-            residency.release(got.slots)
-        seconds = sorted(seconds[tokens // 4 :])
+            for layer in layers:
+                before = time.perf_counter()
+                got = layer.acquire(experts)
+                seconds.append(time.perf_counter() - before)
+                for expert in got.reads:
+                    layer.published(expert)
+                layer.release(got.slots)
+        seconds = sorted(seconds[3::4][tokens // 4 :])
         middle, slow = seconds[len(seconds) // 2], seconds[len(seconds) * 9 // 10]
         print(f"{name}: median {1e6 * middle:.1f} us, nine tenths below {1e6 * slow:.1f} us")
 

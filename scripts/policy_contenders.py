@@ -20,6 +20,9 @@ class Contender:
         self.held: OrderedDict[int, None] = OrderedDict()
         self.now = 0
 
+    def behind(self, before: Policy) -> None:
+        pass
+
     def seed(self, heat: Sequence[float]) -> None:
         pass
 

@@ -11,7 +11,7 @@ import pytest
 from moestream import Engine, InvalidRequest
 from moestream.runtime.policies import DEFAULT_POLICY, POLICIES, PolicyName
 from moestream.runtime.replay_policies import POLICIES as REPLAYED
-from moestream.runtime.replay_policies import policy_of, replay_routes
+from moestream.runtime.replay_policies import policies_of, replay_routes
 from moestream.runtime.trace_records import Trace
 from moestream.runtime.tracefile import read_trace
 
@@ -36,11 +36,16 @@ async def run(
     return tokens
 
 
-def replayed(trace: Trace, group: int, slots: int, policy: str) -> tuple[int, list[int]]:
-    routes = [route for route in trace.routes if route.group == group]
-    made = policy_of(REPLAYED[policy], routes, trace.layers[group].experts)
-    steps = list(replay_routes(routes, slots, made))
-    return sum(hits for hits, _ in steps), [expert for _, gone in steps for expert in gone]
+def replayed(trace: Trace, slots: int, policy: str) -> tuple[int, dict[int, list[int]]]:
+    """Hits, and what each layer has evicted."""
+    experts = {group: layer.experts for group, layer in trace.layers.items()}
+    made = policies_of(REPLAYED[policy], trace.routes, experts)
+    hits, gone = 0, {group: list[int]() for group in experts}
+    steps = replay_routes(trace.routes, dict.fromkeys(experts, slots), made)
+    for route, (found, evicted) in zip(trace.routes, steps, strict=True):
+        hits += found
+        gone[route.group] += evicted
+    return hits, gone
 
 
 @pytest.mark.one_loop
@@ -54,13 +59,11 @@ async def test_an_engine_evicts_what_its_replay_evicts(
     trace = read_trace(path)
     assert len(trace.layers) == 12
     assert any(len(route.experts) > slots for route in trace.routes)  # in waves
-    hits = 0
+    hits, expected = replayed(trace, slots, policy)
     for group in trace.layers:
         evicted = [event.expert for event in trace.evictions if event.group == group]
-        found, expected = replayed(trace, group, slots, policy)
-        assert evicted == expected
+        assert evicted == expected[group]
         assert len(evicted) > 20
-        hits += found
     reads = len({(read.group, read.expert, read.asked) for read in trace.reads})
     assert hits == sum(len(route.experts) for route in trace.routes) - reads
 
