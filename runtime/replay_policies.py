@@ -133,7 +133,6 @@ class LayerCache:
         """Experts read on a guess and not used yet, and the position they are meant for."""
         self.evicted: list[int] = []
         """What has been given up so far."""
-        self._single = False  # of a single token, which the engine does not divide further
         self._waves: list[int] = []  # the experts of a call too large, in the engine's order
         self._unbooked: set[int] = set()  # of these, those that the policy has not been told of
 
@@ -145,7 +144,6 @@ class LayerCache:
         self._policy.routed(experts)
         if len(experts) <= self.slots:
             return
-        self._single = route.tokens == 1
         here = [expert for expert in experts if expert in self.ready]
         missing = [expert for expert in experts if expert not in self.ready]
         missing = self._policy.order(missing)
@@ -194,7 +192,7 @@ class LayerCache:
         unbooked, self._unbooked = self._unbooked, set()
         bound = isinstance(self._policy, Belady)
         room = max(self.slots - len(self.reading), 1)
-        size = room if self._single else wave_size(room, self._record_bytes)
+        size = wave_size(room, self._record_bytes)
         if bound:
             size = max(len(waves), 1)
         held = len(self.ready) + len(self.reading) - len(unbooked)

@@ -463,10 +463,7 @@ class ExpertStream:
         here, missing = store.split(switch.group, experts)
         waiting = here + missing
         record_bytes = store.groups[switch.group].stored_bytes
-        room = store.room(switch.group)
-        # A single token takes next to no time to compute: nothing is gained by two waves at once,
-        # and with all slots in one hand the policy has a choice of what stays.
-        size = room if routed.size == top_k else wave_size(room, record_bytes)
+        size = wave_size(store.room(switch.group), record_bytes)
         tokens = x.reshape(-1, x.shape[-1])
         outputs: list[mx.array] = []
         order: list[npt.NDArray[np.intp]] = []
