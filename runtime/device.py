@@ -12,19 +12,14 @@ import ctypes
 import logging
 import threading
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import mlx.core as mx
 
 from ..io.records import JOB_BYTES, PAGE, whole_pages
+from .cuda import Copy, first_device
 
 logger = logging.getLogger("moestream")
-
-_PREFERRED = 3  # CU_MEM_ADVISE_SET_PREFERRED_LOCATION
-_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
-
-Copy = tuple[int, int, int]
-"""Address of the target, in managed memory; address of the source; bytes."""
 
 
 class Device(Protocol):
@@ -41,76 +36,6 @@ class Device(Protocol):
 
     def copy(self, pairs: Sequence[Copy]) -> None:
         """Copy from host memory; has ended when it returns."""
-
-
-class CudaDevice:
-    """The first GPU, in the context that MLX uses, through the driver's own library.
-
-    Borrowed memory is kept for the next lane rather than freed.
-
-    Raises:
-        OSError: there is no such library, or no device.
-    """
-
-    _spare: list[memoryview] = []  # noqa: RUF012 - of the process; append and pop are atomic
-
-    def __init__(self) -> None:
-        # Calls that take microseconds keep the interpreter's lock: getting it back costs more.
-        self._short = ctypes.PyDLL("libcuda.so.1")
-        self._long = ctypes.CDLL("libcuda.so.1")
-        self._start = self._short.cuMemcpyHtoDAsync_v2
-        self._start.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
-        self._lane = threading.local()
-        self._stream()
-
-    def _stream(self) -> ctypes.c_void_p:
-        """The calling thread's stream; its context is made current first."""
-        stream: ctypes.c_void_p | None = getattr(self._lane, "stream", None)
-        if stream is None:
-            device, context, stream = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
-            _call(self._long.cuInit, 0)
-            _call(self._long.cuDeviceGet, ctypes.byref(device), 0)
-            _call(self._long.cuDevicePrimaryCtxRetain, ctypes.byref(context), device)
-            _call(self._long.cuCtxSetCurrent, context)
-            _call(self._long.cuStreamCreate, ctypes.byref(stream), _NON_BLOCKING)
-            self._lane.stream = stream
-        return stream
-
-    def prefer(self, address: int, nbytes: int) -> None:
-        """See ``Device``. What the device has no room for stays where it is."""
-        stream, at, size = self._stream(), ctypes.c_uint64(address), ctypes.c_size_t(nbytes)
-        try:
-            _call(self._long.cuMemAdvise, at, size, _PREFERRED, 0)
-            _call(self._long.cuMemPrefetchAsync, at, size, 0, stream)
-            _call(self._long.cuStreamSynchronize, stream)
-        except OSError as error:
-            logger.info("slots are not kept on the device: %s", error)
-
-    def borrow(self, nbytes: int) -> memoryview:
-        """See ``Device``."""
-        try:
-            memory = self._spare.pop()
-            if len(memory) >= nbytes:
-                return memory
-        except IndexError:
-            pass
-        self._stream()
-        address = ctypes.c_void_p()
-        _call(self._long.cuMemHostAlloc, ctypes.byref(address), ctypes.c_size_t(nbytes), 0)
-        assert address.value is not None
-        return memoryview((ctypes.c_char * nbytes).from_address(address.value)).cast("B")
-
-    def give_back(self, memory: memoryview) -> None:
-        """See ``Device``."""
-        self._spare.append(memory)
-
-    def copy(self, pairs: Sequence[Copy]) -> None:
-        """See ``Device``."""
-        stream, start = self._stream(), self._start
-        for target, source, nbytes in pairs:
-            if nbytes:
-                _call(start, target, source, nbytes, stream)
-        _call(self._long.cuStreamSynchronize, stream)
 
 
 class _Room:
@@ -180,7 +105,7 @@ def find_passage() -> DevicePassage | None:
     if mx.default_device().type != mx.gpu or not mx.cuda.is_available():
         return None
     try:
-        return DevicePassage(CudaDevice())
+        return DevicePassage(first_device())
     except OSError as error:
         logger.warning("experts are written to the GPU's memory page by page: %s", error)
         return None
@@ -189,9 +114,3 @@ def find_passage() -> DevicePassage | None:
 def address_of(view: memoryview) -> int:
     """Where a writable view begins."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) if len(view) else 0
-
-
-def _call(function: Any, *arguments: Any) -> None:
-    status = function(*arguments)
-    if status:
-        raise OSError(f"the CUDA driver refused {function.__name__} (error {status})")

@@ -16,7 +16,8 @@ import pytest
 from moestream.io.errors import ChecksumMismatch, ReadFailed
 from moestream.io.reader import RecordReader
 from moestream.io.records import PAGE, Checksums, Record
-from moestream.runtime.device import Copy, DevicePassage, address_of, find_passage
+from moestream.runtime.cuda import Copy
+from moestream.runtime.device import DevicePassage, address_of, find_passage
 from moestream.runtime.store import ExpertStore
 from moestream.runtime.tracing import Tracer
 
