@@ -16,22 +16,29 @@ from typing import Protocol, TypedDict
 import numpy as np
 
 from .errors import ChecksumMismatch, ReadFailed, ReadTimeout
-from .records import Part, Record, Run
+from .records import Part, Piece, Record, Run
 
 Preadv = Callable[[int, Sequence[memoryview], int], int]
 
 
 class Passage(Protocol):
-    """The way to rows that the drive should not write to itself: through memory of the lane."""
+    """The way to the rows of one slot that the drive should not write to itself.
+
+    It goes through memory of the calling lane. What is refused on the way is an OSError whose text
+    says what to do.
+    """
 
     def room(self, nbytes: int) -> memoryview:
-        """Memory of the calling lane, at a page boundary, until its next ``flush``."""
+        """Memory at a page boundary, until the next ``flush`` or ``drop``."""
 
-    def send(self, source: memoryview, rows: Sequence[memoryview]) -> None:
-        """Distribute what ``room`` gave over pieces of rows; it is there after ``flush``."""
+    def send(self, pieces: Sequence[Piece]) -> None:
+        """Distribute what ``room`` gave last over these pieces; it is there after ``flush``."""
 
     def flush(self) -> None:
-        """Wait for what the calling lane has sent."""
+        """Wait for what was sent; nothing of it is left, also after an error."""
+
+    def drop(self) -> object:
+        """Forget what was sent. Never fails."""
 
 
 class Place(TypedDict):
@@ -138,11 +145,33 @@ class RecordReader:
             for part in parts:
                 self._reading[place] = part
                 self._read_part(record, part, expert, rows, passage)
+            if passage is not None:
+                self._flush(passage, group, expert, job)
+        except BaseException:
+            if passage is not None:
+                passage.drop()
+            raise
         finally:
             self._reading.pop(place, None)
-            if passage is not None:
-                passage.flush()
         return sum(part.nbytes for part in parts)
+
+    def _flush(self, passage: Passage, group: int, expert: int, job: int) -> None:
+        try:
+            passage.flush()
+        except OSError as error:
+            raise self.refused(group, expert, job, error) from error
+
+    def refused(self, group: int, expert: int, job: int, error: OSError) -> ReadFailed:
+        """The error of a job whose bytes were read and did not get to the slot. Any thread.
+
+        It names the first bytes of the job.
+
+        Args:
+            group, expert, job: as for ``read_job``.
+            error: says why, and what to do.
+        """
+        record = self._records[group]
+        return self._failure(ReadFailed, record, record.jobs[job][0], expert, _reason(error))
 
     def timeout(
         self, group: int, expert: int, job: int, seconds: float, *, more: str = ""
@@ -182,15 +211,15 @@ class RecordReader:
         passage: Passage | None,
     ) -> None:
         scratch = self._scratch() if part.scratch_bytes else None
-        straight = [rows[piece.member][piece.begin : piece.end] for piece in part.straight]
-        room = None
-        if passage is not None and straight:
-            room = passage.room(sum(map(len, straight)))
-        buffers = straight if room is None else [room]
-        if scratch is not None:
-            buffers = [*buffers, scratch[: part.scratch_bytes]]
         offset = record.offset(part, expert)
+        way = passage if part.straight else None
         try:
+            if way is None:
+                buffers = [rows[piece.member][piece.begin : piece.end] for piece in part.straight]
+            else:
+                buffers = [way.room(part.nbytes - sum(piece.nbytes for piece in part.staged))]
+            if scratch is not None:
+                buffers.append(scratch[: part.scratch_bytes])
             self._fill(part, buffers, offset)
         except (OSError, EOFError) as error:
             raise self._failure(ReadFailed, record, part, expert, _reason(error)) from error
@@ -199,8 +228,8 @@ class RecordReader:
             values = record.checksums.values[expert]
             if checksum != values[part.begin // record.checksums.block]:
                 raise self._failure(ChecksumMismatch, record, part, expert, CHANGED)
-        if passage is not None and room is not None:
-            passage.send(room, straight)
+        if way is not None:
+            way.send(part.straight)
         if scratch is not None:
             _distribute(record, part, scratch, rows)
 

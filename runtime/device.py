@@ -3,7 +3,10 @@
 On CUDA, MLX keeps slot pools in managed memory. Written in place, as unified memory is, each page
 of a slot moves to the host when a read begins and back when a kernel first touches it: 0.65 ms of
 the evaluation for a record of 2.65 MB (H200, docs/bench). So the pools are kept on the device, and
-each lane copies there what it has read: 0.06 ms.
+each lane copies there what it has read. The transfer of such a record takes the link 0.06 ms. To
+that come, for each of its three jobs, the calls that start the copies and wait for them; what
+Python adds is 3 us a job (measured with a driver that does nothing), not counting the driver's own
+time.
 """
 
 from __future__ import annotations
@@ -12,23 +15,22 @@ import ctypes
 import logging
 import threading
 from collections.abc import Sequence
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import Protocol
 
 import mlx.core as mx
 
-from ..io.records import JOB_BYTES, PAGE, whole_pages
+from ..io.records import JOB_BYTES, PAGE, Piece, whole_pages
+from .cuda import Copy, first_device
 
 logger = logging.getLogger("moestream")
 
-_PREFERRED = 3  # CU_MEM_ADVISE_SET_PREFERRED_LOCATION
-_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
-
-Copy = tuple[int, int, int]
-"""Address of the target, in managed memory; address of the source; bytes."""
-
 
 class Device(Protocol):
-    """What is needed of a driver. Any thread."""
+    """What is needed of a driver. Any thread.
+
+    What it refuses is an OSError whose text says what to do.
+    """
 
     def prefer(self, address: int, nbytes: int) -> None:
         """Keep this managed memory on the device, and bring it there; a hint."""
@@ -39,89 +41,30 @@ class Device(Protocol):
     def give_back(self, memory: memoryview) -> None:
         """Nothing uses this borrowed memory any more."""
 
-    def copy(self, pairs: Sequence[Copy]) -> None:
-        """Copy from host memory; has ended when it returns."""
+    def copy(self, pairs: Sequence[Copy], *, pinned: bool = True) -> None:
+        """Copy from host memory; has ended when it returns or raises.
 
-
-class CudaDevice:
-    """The first GPU, in the context that MLX uses, through the driver's own library.
-
-    Borrowed memory is kept for the next lane rather than freed.
-
-    Raises:
-        OSError: there is no such library, or no device.
-    """
-
-    _spare: list[memoryview] = []  # noqa: RUF012 - of the process; append and pop are atomic
-
-    def __init__(self) -> None:
-        # Calls that take microseconds keep the interpreter's lock: getting it back costs more.
-        self._short = ctypes.PyDLL("libcuda.so.1")
-        self._long = ctypes.CDLL("libcuda.so.1")
-        self._start = self._short.cuMemcpyHtoDAsync_v2
-        self._start.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
-        self._lane = threading.local()
-        self._stream()
-
-    def _stream(self) -> ctypes.c_void_p:
-        """The calling thread's stream; its context is made current first."""
-        stream: ctypes.c_void_p | None = getattr(self._lane, "stream", None)
-        if stream is None:
-            device, context, stream = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
-            _call(self._long.cuInit, 0)
-            _call(self._long.cuDeviceGet, ctypes.byref(device), 0)
-            _call(self._long.cuDevicePrimaryCtxRetain, ctypes.byref(context), device)
-            _call(self._long.cuCtxSetCurrent, context)
-            _call(self._long.cuStreamCreate, ctypes.byref(stream), _NON_BLOCKING)
-            self._lane.stream = stream
-        return stream
-
-    def prefer(self, address: int, nbytes: int) -> None:
-        """See ``Device``. What the device has no room for stays where it is."""
-        stream, at, size = self._stream(), ctypes.c_uint64(address), ctypes.c_size_t(nbytes)
-        try:
-            _call(self._long.cuMemAdvise, at, size, _PREFERRED, 0)
-            _call(self._long.cuMemPrefetchAsync, at, size, 0, stream)
-            _call(self._long.cuStreamSynchronize, stream)
-        except OSError as error:
-            logger.info("slots are not kept on the device: %s", error)
-
-    def borrow(self, nbytes: int) -> memoryview:
-        """See ``Device``."""
-        try:
-            memory = self._spare.pop()
-            if len(memory) >= nbytes:
-                return memory
-        except IndexError:
-            pass
-        self._stream()
-        address = ctypes.c_void_p()
-        _call(self._long.cuMemHostAlloc, ctypes.byref(address), ctypes.c_size_t(nbytes), 0)
-        assert address.value is not None
-        return memoryview((ctypes.c_char * nbytes).from_address(address.value)).cast("B")
-
-    def give_back(self, memory: memoryview) -> None:
-        """See ``Device``."""
-        self._spare.append(memory)
-
-    def copy(self, pairs: Sequence[Copy]) -> None:
-        """See ``Device``."""
-        stream, start = self._stream(), self._start
-        for target, source, nbytes in pairs:
-            if nbytes:
-                _call(start, target, source, nbytes, stream)
-        _call(self._long.cuStreamSynchronize, stream)
+        Args:
+            pairs: none of them empty.
+            pinned: all sources are borrowed memory.
+        """
 
 
 class _Room:
     """Host memory of one lane; given back when the lane's thread has ended.
 
     A lane that hangs keeps it, so that nobody else uses what its read may still write to.
+
+    Args:
+        device: takes it back.
+        memory: borrowed from there.
     """
 
-    def __init__(self, device: Device, nbytes: int) -> None:
+    def __init__(self, device: Device, memory: memoryview) -> None:
         self._device = device
-        self.memory = device.borrow(nbytes)
+        self.memory = memory
+        self.address = address_of(memory)
+        self.last = 0  # where what was asked for last begins
         self.used = 0
         self.pairs: list[Copy] = []
 
@@ -130,7 +73,7 @@ class _Room:
 
 
 class DevicePassage:
-    """How what lanes read gets into slots that lie on a device. Implements ``io.reader.Passage``.
+    """How what lanes read gets into slots that lie on a device.
 
     Args:
         device: copies.
@@ -140,39 +83,98 @@ class DevicePassage:
         self.device = device
         self._lane = threading.local()
 
+    def into(self, addresses: Sequence[int]) -> SlotPassage:
+        """The way to the slot whose rows begin there, for the calling lane."""
+        return SlotPassage(self, addresses)
+
+    def room(self) -> _Room | None:
+        """What the calling lane has."""
+        return getattr(self._lane, "room", None)
+
+    def enlarge(self, nbytes: int) -> _Room:
+        """Give the calling lane that much; what it had has been flushed."""
+        # A job's parts, each padded to a page, or a part that cannot be cut.
+        size = max(whole_pages(nbytes), JOB_BYTES + 16 * PAGE)
+        room = self._lane.room = _Room(self.device, self.device.borrow(size))
+        return room
+
+    def copy(self, source: int, rows: Sequence[int], widths: Sequence[int]) -> None:
+        """Copy a record from host memory into a slot.
+
+        Args:
+            source: where it begins; its components lie there one behind the other.
+            rows: where each of them goes.
+            widths: bytes of each.
+
+        Raises:
+            OSError: the device refused; the rows hold anything.
+        """
+        begins = accumulate(widths, initial=source)
+        ways = zip(rows, begins, widths, strict=False)  # one begin too many: the end
+        self.device.copy([way for way in ways if way[2]], pinned=False)
+
+
+class SlotPassage:
+    """The way into one slot, for one job. Implements ``io.reader.Passage``.
+
+    Args:
+        passage: has the memory of the calling lane.
+        addresses: where the rows of the slot begin.
+    """
+
+    __slots__ = ("_addresses", "_passage", "_room")
+
+    def __init__(self, passage: DevicePassage, addresses: Sequence[int]) -> None:
+        self._passage = passage
+        self._addresses = addresses
+        self._room = passage.room()
+
     def room(self, nbytes: int) -> memoryview:
-        """Host memory of the calling lane, at a page boundary, until its next ``flush``."""
-        room: _Room | None = getattr(self._lane, "room", None)
+        """Host memory of the lane, at a page boundary, until the next ``flush`` or ``drop``.
+
+        Raises:
+            OSError: the device refused it, or a copy of what had filled it before.
+        """
+        room = self._room
         if room is not None and room.used + nbytes > len(room.memory):
             self.flush()
         if room is None or nbytes > len(room.memory):
-            # A job's parts, each padded to a page, or a part that cannot be cut.
-            size = max(whole_pages(nbytes), JOB_BYTES + 16 * PAGE)
-            room = self._lane.room = _Room(self.device, size)
-        begin = room.used
+            room = self._room = self._passage.enlarge(nbytes)
+        begin = room.last = room.used
         room.used += whole_pages(nbytes)
         return room.memory[begin : begin + nbytes]
 
-    def send(self, source: memoryview, rows: Sequence[memoryview]) -> None:
-        """Distribute host memory over pieces of rows; it is there after the next ``flush``."""
-        pairs, at = self._lane.room.pairs, address_of(source)
-        for row in rows:
-            pairs.append((address_of(row), at, len(row)))
-            at += len(row)
+    def send(self, pieces: Sequence[Piece]) -> None:
+        """Distribute what ``room`` gave last; it is there after the next ``flush``.
+
+        Neighbours are not joined: those of a part go to different rows, and two parts of a row,
+        each more than half a job, are never in one job.
+        """
+        room = self._room
+        assert room is not None
+        addresses, pairs, at = self._addresses, room.pairs, room.address + room.last
+        for piece in pieces:
+            begin, nbytes = piece.begin, piece.end - piece.begin
+            pairs.append((addresses[piece.member] + begin, at, nbytes))
+            at += nbytes
 
     def flush(self) -> None:
-        """Whatever was sent is there, or has failed, when this returns."""
-        room: _Room | None = getattr(self._lane, "room", None)
-        if room is None:
-            return
-        pairs, room.pairs, room.used = room.pairs, [], 0
-        if pairs:
-            self.device.copy(pairs)
+        """Copy what was sent.
 
-    def copy(self, source: Sequence[memoryview], target: Sequence[memoryview]) -> None:
-        """Copy a record from host memory into a slot."""
-        ways = zip(source, target, strict=True)
-        self.device.copy([(address_of(new), address_of(old), len(new)) for old, new in ways])
+        Raises:
+            OSError: the device refused; the rows hold anything, and nothing is left to be copied.
+        """
+        pairs = self.drop()
+        if pairs:
+            self._passage.device.copy(pairs)
+
+    def drop(self) -> Sequence[Copy]:
+        """Forget what was sent; returns it."""
+        room = self._room
+        if room is None:
+            return ()
+        pairs, room.pairs, room.used = room.pairs, [], 0
+        return pairs
 
 
 def find_passage() -> DevicePassage | None:
@@ -180,7 +182,7 @@ def find_passage() -> DevicePassage | None:
     if mx.default_device().type != mx.gpu or not mx.cuda.is_available():
         return None
     try:
-        return DevicePassage(CudaDevice())
+        return DevicePassage(first_device())
     except OSError as error:
         logger.warning("experts are written to the GPU's memory page by page: %s", error)
         return None
@@ -189,9 +191,3 @@ def find_passage() -> DevicePassage | None:
 def address_of(view: memoryview) -> int:
     """Where a writable view begins."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) if len(view) else 0
-
-
-def _call(function: Any, *arguments: Any) -> None:
-    status = function(*arguments)
-    if status:
-        raise OSError(f"the CUDA driver refused {function.__name__} (error {status})")

@@ -40,6 +40,7 @@ class SlotPool:
     Attributes:
         arrays: component name -> array ``[slots, *component.shape]`` of the pooled dtype. Each
             starts at a page boundary, so that direct I/O can write whole rows.
+        widths: bytes of each row of a slot.
         nbytes: bytes of all arrays.
     """
 
@@ -47,17 +48,21 @@ class SlotPool:
         self.slots = slots
         self.arrays: dict[str, mx.array] = {}
         self._views: list[memoryview] = []
-        self._widths = [component.pooled_bytes for component in record.components]
+        self.widths = [component.pooled_bytes for component in record.components]
         for component in record.components:
             array, view = _allocate(component, slots, device)
             self.arrays[component.name] = array
             self._views.append(view)
+        self._begins = [
+            (address_of(view), width) for view, width in zip(self._views, self.widths, strict=True)
+        ]
         self.nbytes = slots * record.pooled_bytes
 
     def release(self) -> None:
         """Let the memory go; no read and no evaluation may use it any more."""
         self.arrays.clear()
         self._views.clear()
+        self._begins.clear()
 
     def take_rows(self, other: SlotPool, moves: Sequence[tuple[int, int]]) -> None:
         """Copy rows of another pool of the same layer.
@@ -73,8 +78,12 @@ class SlotPool:
         """Writable byte views of one slot, one per component."""
         return [
             view[slot * width : (slot + 1) * width]
-            for view, width in zip(self._views, self._widths, strict=True)
+            for view, width in zip(self._views, self.widths, strict=True)
         ]
+
+    def addresses(self, slot: int) -> list[int]:
+        """Where the rows of one slot begin."""
+        return [address + slot * width for address, width in self._begins]
 
 
 def _allocate(

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..io.queue import Key
 from ..io.records import Record, whole_pages
+from .device import address_of
 from .residency import check
 
 
@@ -28,6 +29,7 @@ class Staging:
         size = place_bytes(max((record.pooled_bytes for record in records), default=0))
         self.places = nbytes // size
         memory = memoryview(mmap.mmap(-1, max(self.places * size, 1)))
+        self._address, self._size = address_of(memory), size
         self._memory = [memory[i * size : (i + 1) * size] for i in range(self.places)]
         self._free = list(range(self.places))
         self._ready: OrderedDict[Key, int] = OrderedDict()
@@ -123,6 +125,10 @@ class Staging:
             rows.append(memory[at : at + width])
             at += width
         return rows
+
+    def address(self, place: int) -> int:
+        """Where a place begins; what ``rows`` views lies there one behind the other."""
+        return self._address + place * self._size
 
 
 def copy_rows(source: Sequence[memoryview], target: Sequence[memoryview]) -> None:

@@ -166,7 +166,6 @@ class ExpertStore:
         self.counters = Counters()
         self._passage = passage
         self._device = None if passage is None else passage.device
-        self._copy_rows = copy_rows if passage is None else passage.copy
         beside = prefetch.staged_bytes if staging_bytes is None else staging_bytes
         self._staging = Staging(records, beside)
         widths = [1] * len(records) if top_k is None else top_k
@@ -575,17 +574,19 @@ class ExpertStore:
         books = self.groups[group]
         place = self._copying.get(key)
         if place is not None:
-            self._copy_rows(self._staging.rows(group, place), books.pool.rows(slot))
+            self._copy_staged(key, place, slot)
             return 0
         if key in self._warming:
             return self.reader.warm_job(group, expert, job)
         speculative = key in self._begun
         staged = self._staging.filling(key)
         rows = self._staging.rows(group, slot) if staged else books.pool.rows(slot)
+        passage = None
+        if self._passage is not None and not staged:
+            passage = self._passage.into(books.pool.addresses(slot))
         started = time.perf_counter()
         nbytes = 0
         try:
-            passage = None if staged else self._passage
             nbytes = self.reader.read_job(group, expert, job, rows, passage)
             return nbytes
         finally:
@@ -594,6 +595,18 @@ class ExpertStore:
             asked = started if begun is None else begun.asked
             layer = books.record.layer
             self._tracer.read(group, layer, expert, started, ended, nbytes, speculative, asked)
+
+    def _copy_staged(self, key: Key, place: int, slot: int) -> None:
+        group, expert = key
+        pool = self.groups[group].pool
+        if self._passage is None:
+            copy_rows(self._staging.rows(group, place), pool.rows(slot))
+            return
+        source = self._staging.address(place)
+        try:
+            self._passage.copy(source, pool.addresses(slot), pool.widths)
+        except OSError as error:
+            raise self.reader.refused(group, expert, 0, error) from error
 
     def finish(self, key: Key, slot: int, nbytes: int, error: BaseException | None) -> None:
         """Publish the expert, or make it absent again; then wake whoever waits."""

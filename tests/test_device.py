@@ -13,14 +13,18 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from moestream.io.asks import Guess
 from moestream.io.errors import ChecksumMismatch, ReadFailed
+from moestream.io.queue import Entry
 from moestream.io.reader import RecordReader
-from moestream.io.records import PAGE, Checksums, Record
-from moestream.runtime.device import Copy, DevicePassage, address_of, find_passage
+from moestream.io.records import PAGE, Checksums, Piece, Record
+from moestream.runtime.cuda import Copy, first_device
+from moestream.runtime.device import DevicePassage, SlotPassage, address_of, find_passage
+from moestream.runtime.slots import SlotPool
 from moestream.runtime.store import ExpertStore
 from moestream.runtime.tracing import Tracer
 
-from .fakes import FakeDrive, Tensor, aligned_rows, write_packed, write_stacked
+from .fakes import FakeDrive, FakeLoop, Tensor, aligned_rows, write_packed, write_stacked
 
 PLAIN = (Tensor("up.weight", (5, 3)), Tensor("up.scales", (7,), "F16"), Tensor("down", (3,), "U8"))
 MIXED = (Tensor("up.weight", (4, 4)), Tensor("up.scales", (6,), "BF16", "F32"), Tensor("b", (2,)))
@@ -29,9 +33,20 @@ LARGE = (Tensor("up", (3 << 18,)), Tensor("down", (1 << 18,)), Tensor("b", (5,))
 
 
 class FakeDevice:
-    """Host memory in the place of a device's; copies when it is told to, and keeps count."""
+    """Host memory in the place of a device's; copies when it is told to, and keeps count.
+
+    Attributes:
+        batches: number of copies of each call.
+        preferred: what was asked to be kept there.
+        spare: memory that was given back.
+        lent: how much is borrowed.
+        refuse: what the next call of ``borrow`` or ``copy`` fails with.
+        pageable: calls of ``copy`` that said so.
+    """
 
     def __init__(self) -> None:
+        self.refuse: str | None = None
+        self.pageable = 0
         self.batches: list[int] = []
         self.preferred: list[tuple[int, int]] = []
         self.spare: list[memoryview] = []
@@ -40,7 +55,13 @@ class FakeDevice:
     def prefer(self, address: int, nbytes: int) -> None:
         self.preferred.append((address, nbytes))
 
+    def _may_refuse(self) -> None:
+        refuse, self.refuse = self.refuse, None
+        if refuse:
+            raise OSError(refuse)
+
     def borrow(self, nbytes: int) -> memoryview:
+        self._may_refuse()
         self.lent += 1
         while self.spare:
             memory = self.spare.pop()
@@ -54,16 +75,23 @@ class FakeDevice:
         self.lent -= 1
         self.spare.append(memory)
 
-    def copy(self, pairs: Sequence[Copy]) -> None:
+    def copy(self, pairs: Sequence[Copy], *, pinned: bool = True) -> None:
+        self._may_refuse()
         self.batches.append(len(pairs))
+        self.pageable += not pinned
         for target, source, nbytes in pairs:
             ctypes.memmove(target, source, nbytes)
+
+
+def into(passage: DevicePassage, rows: Sequence[memoryview]) -> SlotPassage:
+    return passage.into([address_of(row) for row in rows])
 
 
 def fill(reader: RecordReader, record: Record, expert: int, passage: DevicePassage) -> list[bytes]:
     rows = aligned_rows(record)
     jobs = range(len(record.jobs))
-    assert sum(reader.read_job(0, expert, j, rows, passage) for j in jobs) == record.stored_bytes
+    way = into(passage, rows)
+    assert sum(reader.read_job(0, expert, j, rows, way) for j in jobs) == record.stored_bytes
     return [bytes(row) for row in rows]
 
 
@@ -101,30 +129,94 @@ def test_short_reads_reach_the_slot_whole(tmp_path: Path) -> None:
     reader.close()
 
 
-def test_a_failed_read_leaves_nothing_to_be_copied_later(tmp_path: Path) -> None:
+@pytest.fixture
+def broken(tmp_path: Path) -> Broken:
+    return Broken(tmp_path)
+
+
+class Broken:
+    """An expert of two reads in one job, that can go wrong in several ways."""
+
+    def __init__(self, folder: Path) -> None:
+        self.layer = write_stacked(folder / "experts", PAGES, experts=2, layer=7)
+        self.drive, self.device = FakeDrive(), FakeDevice()
+        self.passage = DevicePassage(self.device)
+        self.reader = RecordReader([self.layer.record], preadv=self.drive)
+        self.rows = aligned_rows(self.layer.record)
+
+    def read(self) -> ReadFailed:
+        """The error of reading expert 1."""
+        with pytest.raises(ReadFailed) as caught:
+            self.reader.read_job(0, 1, 0, self.rows, into(self.passage, self.rows))
+        assert (caught.value.layer, caught.value.expert) == (7, 1)
+        assert caught.value.path == self.layer.record.components[0].path
+        return caught.value
+
+    def check_next(self) -> None:
+        """The next job of the same lane is as ever, and nothing comes behind."""
+        before = [bytes(row) for row in self.rows]
+        batches = len(self.device.batches)
+        assert fill(self.reader, self.layer.record, 0, self.passage) == self.layer.expected(0)
+        assert [bytes(row) for row in self.rows] == before
+        assert self.device.batches[batches:] == [2]
+        assert self.device.lent == 1
+        self.reader.close()
+
+
+def test_a_failed_read_leaves_nothing_to_be_copied_later(broken: Broken) -> None:
+    broken.drive.fail(1)
+    assert broken.read().component == "down"
+    assert broken.device.batches == []  # nor what was read before
+    broken.check_next()
+
+
+def test_an_error_of_the_device_does_not_hide_that_of_the_drive(broken: Broken) -> None:
+    broken.drive.fail(1)
+    broken.passage.enlarge(1)  # so that `borrow` is not what is refused
+    broken.device.refuse = "no"
+    error = broken.read()
+    assert error.problem == "Input/output error"
+    assert error.offset == broken.layer.record.components[1].offset + 2 * PAGE
+    broken.device.refuse = None
+    broken.check_next()
+
+
+def test_a_refused_copy_is_told_with_its_place(broken: Broken) -> None:
+    first = broken.layer.record.components[0]
+    into(broken.passage, broken.rows).flush()  # nothing to copy: nothing can be refused
+    broken.passage.enlarge(1)
+    broken.device.refuse = "the driver refused; buy another GPU"
+    error = broken.read()
+    assert (error.component, error.offset) == ("up", first.offset + first.stride)
+    assert str(error).endswith("the driver refused; buy another GPU")
+    assert isinstance(error.__cause__, OSError)
+    broken.check_next()
+
+
+def test_refused_memory_is_told_with_its_place(broken: Broken) -> None:
+    first = broken.layer.record.components[0]
+    broken.device.refuse = "there is no memory; buy some"
+    error = broken.read()
+    assert (error.component, error.offset) == ("up", first.offset + first.stride)
+    assert error.problem == "there is no memory; buy some"
+    assert broken.device.lent == 0
+    assert broken.drive.calls == []
+    broken.check_next()
+
+
+def test_a_copy_refused_for_want_of_room_is_told_with_its_place(tmp_path: Path) -> None:
     layer = write_stacked(tmp_path / "experts", PAGES, experts=2)
-    device = FakeDevice()
-    passage = DevicePassage(device)
-    reader = RecordReader([layer.record])
-    rows = aligned_rows(layer.record)
-    good = reader.preadv
-    calls = 0
-
-    def second_fails(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise OSError(5, "Input/output error")
-        return good(descriptor, buffers, offset)
-
-    reader.preadv = second_fails
-    with pytest.raises(ReadFailed):
-        reader.read_job(0, 0, 0, rows, passage)
-    reader.preadv = good
-    batches = len(device.batches)
+    reader, device = RecordReader([layer.record]), FakeDevice()
+    passage, rows = DevicePassage(device), aligned_rows(layer.record)
+    way = into(passage, rows)
+    room = way.room(1 << 20)
+    room[:PAGE] = bytes([9]) * PAGE
+    way.send([Piece(0, 0, PAGE)])
+    device.refuse = "no"
+    with pytest.raises(ReadFailed, match=r": no$"):
+        reader.read_job(0, 0, 0, rows, way)
     assert fill(reader, layer.record, 1, passage) == layer.expected(1)
-    assert bytes(rows[1]) == bytes(len(rows[1]))  # of the failed read nothing came behind
-    assert len(device.batches) == batches + len(layer.record.jobs)
+    assert bytes(rows[0]) == bytes(PAGE)
     reader.close()
 
 
@@ -145,12 +237,13 @@ def test_a_lane_gives_its_memory_back_when_it_ends() -> None:
     passage = DevicePassage(device)
 
     def lane() -> None:
-        room = passage.room(100)
+        way = passage.into([])
+        room = way.room(100)
         assert len(room) == 100
         assert address_of(room) % PAGE == 0
-        assert address_of(passage.room(5000)) == address_of(room) + PAGE
-        passage.flush()
-        assert address_of(passage.room(100)) == address_of(room)
+        assert address_of(way.room(5000)) == address_of(room) + PAGE
+        way.flush()
+        assert address_of(passage.into([]).room(100)) == address_of(room)
         assert device.lent == 1
 
     for _ in range(3):
@@ -166,29 +259,113 @@ def test_parts_that_fill_the_memory_of_a_lane_are_sent_before_the_next() -> None
     device = FakeDevice()
     passage = DevicePassage(device)
     rows = [memoryview(bytearray(700_000)) for _ in range(4)]
+    way = into(passage, rows)
     for number, row in enumerate(rows):
-        room = passage.room(len(row))
+        room = way.room(len(row))
         room[:] = bytes([number + 1]) * len(row)
-        passage.send(room, [row])
-    passage.flush()
+        way.send([Piece(number, 0, len(row))])
+    way.flush()
     assert [row[0] for row in rows] == [1, 2, 3, 4]
     assert device.batches == [1, 1, 1, 1]
-    huge = passage.room(5 << 20)
+    huge = way.room(5 << 20)
     assert len(huge) == 5 << 20
+    del way
+    assert device.lent == 1  # the smaller one has been given back
 
 
-def test_pools_lie_on_the_device_and_staged_records_are_copied_there(tmp_path: Path) -> None:
+def test_pools_lie_on_the_device(tmp_path: Path) -> None:
     layer = write_packed(tmp_path / "experts", PAGES, experts=4)
-    reader, device = RecordReader([layer.record]), FakeDevice()
-    passage = DevicePassage(device)
-    store = ExpertStore([layer.record], [2], reader, tracer=Tracer(None), passage=passage)
-    pool = store.groups[0].pool
+    device = FakeDevice()
+    pool = SlotPool(layer.record, 3, device)
     assert len(device.preferred) == len(pool.arrays)
-    for (address, nbytes), row in zip(device.preferred, pool.rows(1), strict=True):
-        assert address <= address_of(row) < address + nbytes
-    staged = [memoryview(bytearray(row)) for row in layer.expected(2)]
-    passage.copy(staged, pool.rows(1))
-    assert [bytes(row) for row in pool.rows(1)] == layer.expected(2)
+    for slot in range(3):
+        rows = pool.rows(slot)
+        assert pool.addresses(slot) == [address_of(row) for row in rows]
+        assert pool.widths == [len(row) for row in rows]
+        for (address, nbytes), row in zip(device.preferred, rows, strict=True):
+            assert address <= address_of(row) <= address + nbytes - len(row)
+
+
+class Stage:
+    """A store that has read expert 2 beside the slots, and is asked for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.layer = write_packed(folder / "experts", PAGES, experts=4, layer=7)
+        self.reader, self.device = RecordReader([self.layer.record]), FakeDevice()
+        self.store = ExpertStore(
+            [self.layer.record],
+            [2],
+            self.reader,
+            tracer=Tracer(None),
+            staging_bytes=1 << 20,
+            passage=DevicePassage(self.device),
+        )
+        self.loop = FakeLoop(self.store)
+        self.store.connect(self.loop.as_loop())
+        for expert in (1, 2):  # so that its place is not the first
+            self.store.guess([Guess((0, expert), 1, 1.0, True)], owner=1, position=0, grant=0.0)
+            place = self.store.begin(Entry((0, expert), False, 1, 1.0, {1}, 0, sure=True))
+            assert place is not None
+            self.loop.end((0, expert), place)
+        assert self.device.batches == []
+
+    def demand(self) -> tuple[int, BaseException | None]:
+        """Its slot, and the error."""
+        got = self.store.demand(0, [2], owner=1, position=1)
+        assert got is not None
+        while self.loop.queue:
+            self.loop.step()
+        (future,) = got.futures
+        self.store.release(0, got.slots)
+        return got.slots[0], future.exception()
+
+
+def test_a_staged_record_is_copied_to_the_device(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    slot, error = stage.demand()
+    assert error is None
+    rows = stage.store.groups[0].pool.rows(slot)
+    assert [bytes(row) for row in rows] == stage.layer.expected(2)
+    assert (stage.device.batches, stage.device.pageable) == ([2], 1)
+    stage.reader.close()
+
+
+def test_a_refused_copy_of_a_staged_record_is_told_with_its_place(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    stage.device.refuse = "the driver refused; buy another GPU"
+    _, error = stage.demand()
+    assert isinstance(error, ReadFailed)
+    component = stage.layer.record.components[0]
+    assert (error.layer, error.expert, error.component) == (7, 2, "up")
+    assert (error.path, error.offset) == (component.path, component.offset + 2 * component.stride)
+    assert error.problem == "the driver refused; buy another GPU"
+    slot, error = stage.demand()  # it is read anew
+    assert error is None
+    rows = stage.store.groups[0].pool.rows(slot)
+    assert [bytes(row) for row in rows] == stage.layer.expected(2)
+    assert stage.device.pageable == 0
+    stage.reader.close()
+
+
+@pytest.mark.skipif(not mx.cuda.is_available(), reason="there is no such device")
+def test_the_real_driver_copies_what_threads_read(tmp_path: Path) -> None:
+    layer = write_packed(tmp_path / "experts", LARGE, experts=4)
+    reader, passage = RecordReader([layer.record]), DevicePassage(first_device())
+    pool = SlotPool(layer.record, 4, passage.device)
+
+    def lane(expert: int) -> None:
+        way = passage.into(pool.addresses(expert))
+        for job in range(len(layer.record.jobs)):
+            reader.read_job(0, expert, job, pool.rows(expert), way)
+
+    for expert in range(3):
+        thread = threading.Thread(target=lane, args=(expert,))
+        thread.start()
+        thread.join()
+    staged = bytearray(b"".join(layer.expected(3)))
+    passage.copy(address_of(memoryview(staged)), pool.addresses(3), pool.widths)
+    for expert in range(4):
+        assert [bytes(row) for row in pool.rows(expert)] == layer.expected(expert)
     reader.close()
 
 
