@@ -122,7 +122,7 @@ class Decoder:
     ) -> None:
         experts = self._list(count)
         flat = self._list(rows * width)
-        if not experts or min(experts) < 0:
+        if not experts or min(experts) < 0 or bool(rows) != bool(width):
             raise ValueError("no experts")
         tail = tuple(flat[row * width : (row + 1) * width] for row in range(rows))
         place = self._place(group)
