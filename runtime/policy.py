@@ -26,11 +26,12 @@ class Policy(Protocol):
     def routed(self, experts: Sequence[int]) -> None:
         """A layer call wants these distinct experts, whether they hold a slot or not.
 
-        Told before the call's slots are assigned. Of a prompt the hottest come last.
+        Told once, before the call's slots are assigned, all at once or in parts. Of a prompt the
+        hottest come last.
         """
 
     def tokens(self, rows: Sequence[Sequence[int]]) -> None:
-        """The experts of the last tokens of a prompt, in order; told before the prompt's calls."""
+        """The next call is that of a prompt; the experts of its last tokens, in order."""
 
     def added(self, expert: int) -> None:
         """The expert has got a slot, for the call that was just routed or for a guess."""
@@ -43,6 +44,9 @@ class Policy(Protocol):
 
     def coldest(self) -> Iterator[int]:
         """Every expert that holds a slot, the one to give up first in front."""
+
+    def order(self, experts: list[int]) -> list[int]:
+        """Experts of the present call, given in its order, likewise; what comes last is kept."""
 
 
 PolicyFactory = Callable[[int, int], Policy]
@@ -81,6 +85,9 @@ class LeastRecentlyUsed:
 
     def coldest(self) -> Iterator[int]:
         return iter(self._order)
+
+    def order(self, experts: list[int]) -> list[int]:
+        return experts  # all were used at once
 
 
 def least_recently_used(experts: int, width: int) -> Policy:

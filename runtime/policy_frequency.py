@@ -21,6 +21,7 @@ class DecayedFrequency:
     """LFU with exponential decay (LRFU): the smallest sum of aged uses goes first.
 
     The ranking is made when the first victim of a call is asked for, and kept until the next call.
+    The call's own experts come behind it: they are given up only if they do not fit together.
 
     Args:
         experts: of the layer.
@@ -38,7 +39,7 @@ class DecayedFrequency:
         self._held: dict[int, None] = {}
         self._call: Sequence[int] = ()
         self._ranking: list[int] | None = None
-        self._warm: dict[int, None] = {}  # added or kept since the call: behind the ranking
+        self._warm: dict[int, None] = {}  # guessed or kept since the call: behind all others
 
     def behind(self, before: Policy) -> None:
         pass  # each layer counts for itself
@@ -75,7 +76,8 @@ class DecayedFrequency:
 
     def added(self, expert: int) -> None:
         self._held[expert] = None
-        self._warm[expert] = None
+        if expert not in self._call:
+            self._warm[expert] = None
 
     def removed(self, expert: int) -> None:
         del self._held[expert]
@@ -92,15 +94,16 @@ class DecayedFrequency:
         for expert in ranking:
             if expert in held and expert not in warm:
                 yield expert
+        own = [expert for expert in self._call if expert in held and expert not in warm]
+        yield from self.order(own)
         yield from warm
 
+    def order(self, experts: list[int]) -> list[int]:
+        return experts
+
     def _rank(self) -> list[int]:
-        """The experts of the call last: of them none is given up for the others."""
-        held, warm, call = self._held, self._warm, set(self._call)
-        cold = [expert for expert in held if expert not in call and expert not in warm]
-        ranking = self._order(cold)
-        ranking += [expert for expert in self._call if expert in held]
-        return ranking
+        warm, call = self._warm, set(self._call)
+        return self._order([e for e in self._held if e not in call and e not in warm])
 
     def _order(self, cold: list[int]) -> list[int]:
         return sorted(cold, key=self._weight.__getitem__)
@@ -119,7 +122,7 @@ class Successors(DecayedFrequency):
 
     Args:
         experts: of the layer; the table takes about twice this number squared in bytes.
-        width: most experts of a single token; wider calls are prompts.
+        width: most experts of a single token; wider calls are prompts, or of several requests.
     """
 
     HALF_LIFE = 12.0
@@ -146,9 +149,10 @@ class Successors(DecayedFrequency):
         self._rows = [0] * experts
         self._seen = [0] * experts
         self._token: Sequence[int] = ()  # the experts of the last token
+        self._told = False  # of the prompt that will be called next
 
     def tokens(self, rows: Sequence[Sequence[int]]) -> None:
-        self._token = ()
+        self._token, self._told = (), True
         for experts in rows:
             self._follow(experts)
 
@@ -156,6 +160,9 @@ class Successors(DecayedFrequency):
         super().routed(experts)
         if len(experts) <= self._width:
             self._follow(experts)
+        elif not self._told:  # tokens of several requests, which do not come one after the other
+            self._token = ()
+        self._told = False
 
     def _follow(self, experts: Sequence[int]) -> None:
         """A token has come after the one before; count it in the rows of that one's experts."""

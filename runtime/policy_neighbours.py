@@ -73,8 +73,8 @@ class Neighbours(DecayedFrequency):
         self._own = 0  # likeness of the last token to all others, this layer's experts alone
         self._alike = 0  # the same of all layers that count
         self._most = 0  # what the likeness of the same token would be
-        self._prompt: set[int] | None = None  # what the calls of a prompt have asked for so far
-        self._recent: dict[int, float] = {}
+        self._recent: dict[int, float] | None = None  # of the prompt that will be called next
+        self._prompt = False  # whether the last call was that of a prompt
 
     def behind(self, before: Policy) -> None:
         if isinstance(before, Neighbours) and (before._window, before._width) == (
@@ -86,23 +86,23 @@ class Neighbours(DecayedFrequency):
             self._layer = before._layer + 1
 
     def tokens(self, rows: Sequence[Sequence[int]]) -> None:
-        self._prompt, self._recent = set(), self._aged(rows)
+        self._recent = self._aged(rows)
         first = self._clock.numbers(self._layer, len(rows))
         self._token = -2  # what came before is another text
         for number, experts in enumerate(rows, first):
             self._remember(number, experts)
 
     def routed(self, experts: Sequence[int]) -> None:
-        prompt = self._prompt
-        # A prompt that does not fit comes in parts that have no expert in common.
-        if prompt is not None and prompt.isdisjoint(experts):
-            self._read(experts, first=not prompt)
-            prompt.update(experts)
+        recent, self._recent = self._recent, None
+        self._prompt = recent is not None
+        if recent is not None:
+            self._read(experts, recent)
             return
-        self._prompt = None
         super().routed(experts)
         if len(experts) == self._width:
             self._remember(self._clock.numbers(self._layer, 1), experts)
+        else:  # tokens of several requests, which do not come one after the other
+            self._alike = 0
 
     def _aged(self, rows: Sequence[Sequence[int]]) -> dict[int, float]:
         """What the uses by a prompt's last tokens weigh at its end, at most one use each."""
@@ -114,14 +114,12 @@ class Neighbours(DecayedFrequency):
             use /= self._growth
         return recent
 
-    def _read(self, experts: Sequence[int], *, first: bool) -> None:
-        """A part of a prompt, which ages the others once and counts by its last tokens."""
-        if first:
-            self._age()
-        weight, use, recent = self._weight, self._unit, self._recent
-        otherwise = 0.0 if recent else 1.0  # its tokens are not on record
+    def _read(self, experts: Sequence[int], recent: dict[int, float]) -> None:
+        """A prompt, which ages the others once and counts by its last tokens."""
+        self._age()
+        weight, use = self._weight, self._unit
         for place, expert in enumerate(experts):
-            weight[expert] += use * (recent.get(expert, otherwise) + LATER * place)
+            weight[expert] += use * (recent.get(expert, 0.0) + LATER * place)
         self._begin(experts)
 
     def _remember(self, number: int, experts: Sequence[int]) -> None:
@@ -161,6 +159,9 @@ class Neighbours(DecayedFrequency):
         worth = {expert: weight[expert] + pull * said[expert] for expert in near}
         cold[: self.REACH] = sorted(near, key=worth.__getitem__)
         return cold
+
+    def order(self, experts: list[int]) -> list[int]:
+        return experts if self._prompt else self._order(experts)
 
     def _answers(self) -> Sequence[int]:
         """How often the nearest tokens were followed by each expert, and last by any token."""

@@ -65,7 +65,10 @@ class Belady:
         pass  # it knows better than any prediction
 
     def coldest(self) -> Iterator[int]:
-        return iter(sorted(self._held, key=self._next, reverse=True))
+        return iter(self.order(list(self._held)))
+
+    def order(self, experts: list[int]) -> list[int]:
+        return sorted(experts, key=self._next, reverse=True)
 
     def _next(self, expert: int) -> float:
         uses = self._future.get(expert)
@@ -136,13 +139,14 @@ class LayerCache:
     def routed(self, route: Route) -> None:
         """A layer call begins."""
         experts = route.experts
-        if route.tokens > 1:
+        if route.tail:
             self._policy.tokens(route.tail)
+        self._policy.routed(experts)
         if len(experts) <= self.slots:
-            self._policy.routed(experts)
             return
         here = [expert for expert in experts if expert in self.ready]
         missing = [expert for expert in experts if expert not in self.ready]
+        missing = self._policy.order(missing)
         self._waves = here + missing
         self._unbooked = {expert for expert in missing if expert not in self.reading}
 
@@ -188,12 +192,13 @@ class LayerCache:
         unbooked, self._unbooked = self._unbooked, set()
         bound = isinstance(self._policy, Belady)
         room = max(self.slots - len(self.reading), 1)
-        size = len(waves) or 1 if bound else wave_size(room, self._record_bytes)
+        size = wave_size(room, self._record_bytes)
+        if bound:
+            size = max(len(waves), 1)
         held = len(self.ready) + len(self.reading) - len(unbooked)
         before: list[int] = []  # is computed while the next wave is read
         for start in range(0, len(waves), size):
             wave = waves[start : start + size]
-            self._policy.routed(wave)
             kept = [*before, *wave] if size < room else wave
             before = wave
             for expert in wave:

@@ -135,11 +135,26 @@ class Residency:
         """A prompt is about to be acquired: the experts of its last tokens, in order."""
         self._policy.tokens(rows)
 
-    def acquire(self, experts: Sequence[int]) -> Acquired:
+    def split(self, experts: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Divide a call that does not fit, to be acquired in parts.
+
+        Returns:
+            The experts that are there, and the missing ones, those to keep longest last.
+        """
+        self._policy.routed(experts)
+        here = [expert for expert in experts if self.resident(expert)]
+        missing = [expert for expert in experts if not self.resident(expert)]
+        return here, self._policy.order(missing)
+
+    def acquire(self, experts: Sequence[int], *, part: bool = False) -> Acquired:
         """Pin a slot for each of these distinct experts, assigning slots to the absent ones.
 
         The caller has made sure that they fit (``room``); experts that are already being read count
-        as fitting. Nothing that is pinned or asked for in this call is evicted.
+        as fitting. Nothing that is pinned or asked for here is evicted.
+
+        Args:
+            experts: of a layer call, or those of them that fit.
+            part: they are some of a call that was ``split``.
         """
         slot_of, pins, reading = self._slot_of, self._pins, self._reading
         slots: list[int] = []
@@ -148,7 +163,8 @@ class Residency:
         paid: list[int] = []
         guessed, used_at = self._guessed, self._used_at
         self._calls = now = self._calls + 1
-        self._policy.routed(experts)
+        if not part:
+            self._policy.routed(experts)
         uses = self.uses
         for position, expert in enumerate(experts):
             slot = slot_of[expert]

@@ -219,7 +219,7 @@ class Scheduler:
         several = len(rows) > 1
         counters = StepCounters() if several else rows[0].counters
         owner = TOGETHER if several else rows[0].number
-        loaded.stream.step = Step(owner, self._check(core, rows), counters)
+        loaded.stream.step = Step(owner, self._check(core, rows), counters, several)
         drawn: list[Drawn] = []
         try:
             try:

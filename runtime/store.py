@@ -207,15 +207,14 @@ class ExpertStore:
             self.groups[group].residency.tokens(rows)
 
     def split(self, group: int, experts: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The experts in the order to compute them: those that are there, then the missing ones.
+        """Divide a call that does not fit: the experts that are there, and the missing ones.
 
         Of the missing ones those first that are in memory beside the slots, or on their way there.
+        They are demanded in this order, each time ``part`` of the call.
         """
         with self._lock:
-            resident, staged = self.groups[group].residency.resident, self._staged
-            here = [expert for expert in experts if resident(expert)]
-            missing = [expert for expert in experts if not resident(expert)]
-            missing.sort(key=lambda expert: not staged((group, expert)))
+            here, missing = self.groups[group].residency.split(experts)
+            missing.sort(key=lambda expert: not self._staged((group, expert)))
         return here, missing
 
     def _staged(self, key: Key) -> bool:
@@ -228,6 +227,7 @@ class ExpertStore:
         *,
         owner: Hashable,
         position: int,
+        part: bool = False,
         predicted: Sequence[Container[int]] = (),
         guesses: Sequence[Guess] = (),
         grant: float = 0.0,
@@ -241,6 +241,7 @@ class ExpertStore:
             experts: distinct experts.
             owner: the request.
             position: absolute index of this layer call.
+            part: the experts are some of a call that was ``split``.
             predicted: what was predicted for this call, each time.
             guesses: what later layers may need; the experts that are there are left out.
             grant: bytes of them that may be begun.
@@ -253,7 +254,7 @@ class ExpertStore:
             if not books.residency.fits(experts):
                 return None
             self._position = position
-            got = books.residency.acquire(experts)
+            got = books.residency.acquire(experts, part=part)
             result = Demanded(got.slots, [])
             if got.paid:
                 self._count_paid(group, got.paid, result)

@@ -74,12 +74,14 @@ class Step:
         owner: request id; one that no request has for several, whose reads nobody may purge.
         check: raises when nobody wants the forward any more; called at each layer.
         counters: of the request, or of the forward.
+        several: whether the forward has one token of each of several requests.
         passed: called with the index of each streamed layer that is reached.
     """
 
     owner: int = -1
     check: Check = _no_check
     counters: StepCounters = field(default_factory=StepCounters)
+    several: bool = False
     passed: Callable[[int], None] | None = None
 
 
@@ -241,12 +243,15 @@ class ExpertStream:
         if large:
             return self._run_large(switch, x, indices, ranks)
         routed = flatten(indices.tolist())
+        tail: list[list[int]] = []
         if len(routed) == indices.shape[-1]:
-            experts, tail = list(dict.fromkeys(routed)), []
+            experts = list(dict.fromkeys(routed))
             self.log.route(switch.group, experts)
         else:
-            experts, tail = hottest_last(routed), rows_at_end(routed, indices.shape[-1])
-            self._store.tell_prompt(switch.group, tail)
+            experts = hottest_last(routed)
+            if not self.step.several:
+                tail = rows_at_end(routed, indices.shape[-1])
+                self._store.tell_prompt(switch.group, tail)
         if self._tracer.enabled:
             self._trace_route(switch.group, experts, len(routed) // indices.shape[-1], tail)
         got = self._demand(switch, experts, ranks)
@@ -364,13 +369,18 @@ class ExpertStream:
         return got.slots
 
     def _demand(
-        self, switch: StreamingSwitch, experts: list[int], ranks: Sequence[mx.array]
+        self,
+        switch: StreamingSwitch,
+        experts: list[int],
+        ranks: Sequence[mx.array],
+        *,
+        part: bool = False,
     ) -> Demanded | None:
         """Ask for the experts of a call and, in the same message, for guesses at later ones."""
         group, ahead, owner = switch.group, self._ahead, self.step.owner
         position = self._position(group)
         if ahead is None:
-            got = self._store.demand(group, experts, owner=owner, position=position)
+            got = self._store.demand(group, experts, owner=owner, position=position, part=part)
             if got is None:
                 return None
             self._pins.append((group, got.slots))
@@ -392,6 +402,7 @@ class ExpertStream:
                 experts,
                 owner=owner,
                 position=position,
+                part=part,
                 predicted=predicted,
                 guesses=() if self._deterministic else guesses,
                 grant=ahead.grant(group) if ranks and guesses else 0.0,
@@ -485,7 +496,7 @@ class ExpertStream:
         The caller books its pins.
         """
         experts = waiting[: min(size, self._store.room(switch.group))]
-        got = self._demand(switch, experts, []) if experts else None
+        got = self._demand(switch, experts, [], part=True) if experts else None
         if got is None:
             return None
         self._pins.pop()

@@ -5,9 +5,8 @@
 
 A trace is a file of an engine (`--trace`) or routing as CSV, also gzipped. Prompts warm the caches;
 hits are counted in decode, in all of it or in one half of its tokens. "recovered" is the part of
-the way from LRU to Belady: the mean of the cells that have more than a point to gain, the same of
-those whose slots hold a token's experts, and all points gained over all there were to gain.
-`--calls` prints instead what a layer call costs.
+the way from LRU to Belady: the mean of the cells that have more than a point to gain, and all
+points gained over all there were to gain ("pooled"). `--calls` prints what a layer call costs.
 """
 
 from __future__ import annotations
@@ -48,13 +47,8 @@ class Routing:
 
     name: str
     experts: dict[int, int]
-    width: int
     routes: list[Route]
     counted: frozenset[int]
-
-    def has_choice(self, share: float) -> bool:
-        """Whether a token's experts fit; where they pass in waves, policies have no say."""
-        return min(map(partial(slots_of, share), self.experts.values())) >= self.width
 
 
 def routing(trace: Trace, part: str) -> Routing:
@@ -64,9 +58,8 @@ def routing(trace: Trace, part: str) -> Routing:
     half = len(decoded) // 2
     chosen = {"all": decoded, "first": decoded[:half], "second": decoded[half:]}[part]
     experts = {route.group: trace.layers[route.group].experts for route in trace.routes}
-    width = max(len(route.experts) for route in trace.routes if route.tokens == 1)
     name = trace.path.name.split(".")[0]
-    return Routing(name, experts, width, trace.routes, frozenset(chosen))
+    return Routing(name, experts, trace.routes, frozenset(chosen))
 
 
 def slots_of(share: float, experts: int) -> int:
@@ -103,19 +96,15 @@ def table(routings: Sequence[Routing], shares: Sequence[float], policies: dict[s
     cells = [(routing, share) for routing in routings for share in shares]
     rates: dict[str, list[float]] = {}
     print("| policy | " + " | ".join(f"{r.name} {100 * s:g} %" for r, s in cells), end=" |")
-    print(" recovered, mean | with a choice | pooled | worst |\n" + "|---" * (len(cells) + 5) + "|")
+    print(" recovered, mean | pooled | worst |\n" + "|---" * (len(cells) + 4) + "|")
     for name, make in policies.items():
         print(f"{name} ...", end="\r", file=sys.stderr)
         rates[name] = [hit_rate(routing, share, make) for routing, share in cells]
     room = [best - lru for best, lru in zip(rates["belady"], rates["lru"], strict=True)]
     for name, row in rates.items():
         gains = [rate - lru for rate, lru in zip(row, rates["lru"], strict=True)]
-        won = [(c, gain / r) for c, gain, r in zip(cells, gains, room, strict=True) if r > 1]
-        means = (
-            fmean([share for _, share in won] or [0.0]),
-            fmean([share for (routing, s), share in won if routing.has_choice(s)] or [0.0]),
-            sum(gains) / sum(room),
-        )
+        won = [gain / r for gain, r in zip(gains, room, strict=True) if r > 1]
+        means = (fmean(won or [0.0]), sum(gains) / sum(room))
         print(f"| {name} | " + " | ".join(f"{rate:.1f}" for rate in row), end=" | ")
         print(" | ".join(f"{100 * mean:.1f}" for mean in means) + f" | {min(gains):+.2f} |")
 

@@ -50,7 +50,7 @@ def replayed(trace: Trace, slots: int, policy: str) -> tuple[int, dict[int, list
 
 @pytest.mark.one_loop
 @pytest.mark.parametrize("policy", get_args(PolicyName))
-@pytest.mark.parametrize("slots", [6, 40])
+@pytest.mark.parametrize("slots", [4, 6, 40])
 async def test_an_engine_evicts_what_its_replay_evicts(
     demo: Path, tmp_path: Path, slots: int, policy: PolicyName
 ) -> None:

@@ -185,39 +185,49 @@ def test_the_layers_before_tell_apart_what_one_layer_cannot() -> None:
 # -- prompts and texts ----------------------------------------------------------------------------
 
 
-@given(st.lists(token, min_size=2, max_size=8), st.lists(token, max_size=8), st.data())
-def test_a_prompt_in_parts_is_the_same_prompt(
-    prompt: list[list[int]], before: list[list[int]], data: st.DataObject
-) -> None:
-    whole, parts = chain(1) + chain(1)
-    experts = list(dict.fromkeys(expert for row in prompt for expert in row))
-    cut = data.draw(st.integers(0, len(experts)))
-    for policy in (whole, parts):
-        for row in before:
-            policy.routed(row)
-        policy.tokens(prompt)
-    whole.routed(experts)
-    for part in filter(None, (experts[:cut], experts[cut:])):
-        parts.routed(part)
-    assert parts._weight == pytest.approx(whole._weight)
-    assert parts._answers() == whole._answers()
-    for policy in (whole, parts):
-        policy.routed(prompt[0])
-    assert parts._token == whole._token == len(before) + len(prompt)
-    assert parts._answers() == whole._answers()
-    assert parts._weight == pytest.approx(whole._weight)
-
-
-def test_a_prompt_whose_tokens_are_not_on_record_counts_once() -> None:
+def test_calls_of_several_requests_are_told_from_tokens_and_prompts() -> None:
     (policy,) = chain(1)
-    policy.tokens([])
-    policy.routed([0, 1, 2, 3])
-    policy.routed([4, 5])  # another part of it
-    policy.routed([0, 6, 7])
+    for row in ([0, 1, 2], [3, 4, 5], [0, 1, 2]):
+        policy.routed(row)
+    policy.routed([5, 6, 7, 0, 1])  # two tokens, which nobody says anything about
+    assert list(policy.coldest()) == [3, 4, 2, 6, 7, 5, 0, 1]  # by frequency alone
+    assert (policy._token, policy._alike) == (2, 0)
     aged = math.exp2(-1 / Neighbours.HALF_LIFE)
     relative = [weight / policy._unit for weight in policy._weight]
-    assert relative == pytest.approx([1 + aged, aged, aged, aged, aged, aged, 1, 1])
-    assert policy._token == 0
+    assert relative == pytest.approx(
+        [
+            1 + aged + aged**3,
+            1 + aged + aged**3,
+            aged + aged**3,
+            aged**2,
+            aged**2,
+            1 + aged**2,
+            1,
+            1,
+        ]
+    )
+
+
+def test_a_token_behind_a_prompt_may_use_none_of_its_experts() -> None:
+    (policy,) = chain(1)
+    policy.tokens([[0, 1, 2], [3, 4, 5]])
+    policy.routed([0, 1, 2, 3, 4, 5])
+    policy.routed([6, 7, 0])
+    assert policy._token == 2
+
+
+# -- calls that do not fit ------------------------------------------------------------------------
+
+
+def test_experts_of_a_token_are_ordered_by_what_came_after_tokens_like_it() -> None:
+    (policy,) = chain(1)
+    for row in ([0, 1, 2], [1, 6, 7]) * 4:
+        policy.routed(row)
+    policy.routed([2, 1, 0])
+    assert policy.order([1, 2, 0])[-1] == 1  # comes next, the others do not
+    policy.tokens([[2, 1, 0]])
+    policy.routed([0, 1, 2])
+    assert policy.order([1, 2, 0]) == [1, 2, 0]  # of a prompt they come by their heat
 
 
 def test_prompts_without_tokens_behind_them_do_not_overflow() -> None:
