@@ -200,7 +200,9 @@ Policy = Annotated[
 ]
 Trace = Annotated[
     str | None,
-    typer.Option(metavar="FILE", help="Write a trace of every event.", rich_help_panel=_ENGINE),
+    typer.Option(
+        metavar="FILE", help="Write a trace, for 'moestream trace'.", rich_help_panel=_ENGINE
+    ),
 ]
 Checksum = Annotated[
     bool,

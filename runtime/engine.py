@@ -117,7 +117,8 @@ class Engine:
                 used and by what came after tokens with such a routing, "successors" by how often
                 and by which come after which, "lfu-decay" by how often alone, "lru" by how long
                 ago.
-            trace: file for a trace that opens in Perfetto.
+            trace: file for a trace; ``moestream trace report`` makes a page of it, and a file that
+                opens in Perfetto.
             progress: called on the compute thread with (bytes, bytes in all) while loading.
             checksum: check every record that is read against the checksums of a packed store; one
                 that does not match fails the request with ``ChecksumMismatch``.

@@ -278,8 +278,7 @@ class ReadAhead:
             self._predicted[target].append((distance, ranked, missing, routed))
             chances = self.calibration.probabilities(target, distance, ranked, missing, routed)
             if self._tracer.enabled:
-                at, layer = self._forward, self._layers[target]
-                self._tracer.predict(target, layer, at, distance, ranked, chances)
+                self._tracer.predict(target, self._forward, distance, ranked, chances)
             if not config.reads or not self._wants(target):
                 continue
             at = position + target - first

@@ -264,7 +264,7 @@ class ExpertStore:
                 self._count_evicted(group)
             wanted = self._wanted(guesses, grant) if guesses else ()
         if self._tracer.enabled:
-            self._trace_asks(group, got.joins, position, wanted)
+            self._trace_asks(group, got.joins, wanted)
         if got.reads or got.joins or wanted:
             demands = tuple((group, expert) for expert in got.reads)
             joins = tuple((group, expert) for expert in got.joins)
@@ -276,22 +276,15 @@ class ExpertStore:
                 raise
         return result
 
-    def _trace_asks(
-        self, group: int, joins: Sequence[int], position: int, guesses: Sequence[Guess]
-    ) -> None:
+    def _trace_asks(self, group: int, joins: Sequence[int], guesses: Sequence[Guess]) -> None:
         for expert in joins:
-            self._tracer.queue("join", group, expert, 1.0, position)
+            self._tracer.queue("join", group, expert)
         for guess in guesses:
-            self._tracer.queue("guess", *guess.key, guess.probability, guess.position)
+            self._tracer.queue("guess", *guess.key, guess.probability)
 
     def _trace_depth(self) -> None:
-        now = time.perf_counter()
-        if now < self._next_depth:
-            return
-        self._next_depth = now + DEPTH_SECONDS
-        demands, guesses, demand_lanes, guess_lanes = self._loop.depths()
-        self._tracer.depth("queue_depth", demands, guesses)
-        self._tracer.depth("inflight", demand_lanes, guess_lanes)
+        self._next_depth = time.perf_counter() + DEPTH_SECONDS
+        self._tracer.depth(*self._loop.depths())
 
     def _count_misses(
         self,
@@ -337,8 +330,9 @@ class ExpertStore:
 
     def _count_evicted(self, group: int) -> None:
         evicted = self.groups[group].residency.evicted
+        if self._tracer.enabled:
+            self._tracer.evict(group, [~e.expert if e.unused else e.expert for e in evicted])
         for eviction in evicted:
-            self._tracer.evict(group, eviction.expert, eviction.slot, eviction.unused)
             if eviction.unused:
                 self._waste((group, eviction.expert))
         evicted.clear()
@@ -531,7 +525,7 @@ class ExpertStore:
             place = self._begin_guess(key, sure=entry.sure)
             if place is None:
                 self.counters.guesses_refused += 1
-                self._tracer.queue("refuse", group, expert, entry.probability, entry.position)
+                self._tracer.queue("refuse", group, expert, entry.probability)
                 return None
             self.counters.guesses_begun += 1
             self._begun[key] = _Begun(time.perf_counter(), entry.position)
@@ -593,8 +587,7 @@ class ExpertStore:
             ended = time.perf_counter()
             begun = self._begun.get(key)
             asked = started if begun is None else begun.asked
-            layer = books.record.layer
-            self._tracer.read(group, layer, expert, started, ended, nbytes, speculative, asked)
+            self._tracer.read(group, expert, started, ended, nbytes, speculative, asked)
 
     def _copy_staged(self, key: Key, place: int, slot: int) -> None:
         group, expert = key
@@ -667,7 +660,7 @@ class ExpertStore:
             raise
         finally:
             _complete(flights, error)
-        if self._tracer.enabled:
+        if self._tracer.enabled and time.perf_counter() >= self._next_depth:
             self._trace_depth()
         return partial(_call, give_back)
 

@@ -130,6 +130,7 @@ class ExpertStream:
         self._outputs: list[mx.array] = []
         self._forward = 0
         self._mark = 0.0  # host time has been accounted for up to here
+        self._synced = 0.0  # when the present layer call's synchronisation began
         self.step = Step()
         self.log = DecodeLog(len(widths))
         self.at_rest: Callable[[], None] | None = None
@@ -237,7 +238,7 @@ class ExpertStream:
             ranks = ahead.build(switch.group)
         before = time.perf_counter()
         self._sync(indices, *ranks)
-        self._tracer.sync(switch.group, switch.layer, before, self._mark)
+        self._synced = before
         self.step.counters.syncs += 1
         if large:
             return self._run_large(switch, x, indices, ranks)
@@ -252,7 +253,7 @@ class ExpertStream:
                 tail = rows_at_end(routed, indices.shape[-1])
                 self._store.tell_prompt(switch.group, tail)
         if self._tracer.enabled:
-            self._trace_route(switch, experts, len(routed) // indices.shape[-1], tail)
+            self._trace_route(switch.group, experts, len(routed) // indices.shape[-1], tail)
         got = self._demand(switch, experts, ranks)
         if got is None:
             return self._run_waves(switch, x, indices.shape, np.array(routed), experts)
@@ -318,7 +319,7 @@ class ExpertStream:
         tail = rows_at_end(routed[-PROMPT_TAIL * top_k :].tolist(), top_k)
         self._store.tell_prompt(switch.group, tail)
         if self._tracer.enabled:
-            self._trace_route(switch, experts, routed.size // top_k, tail)
+            self._trace_route(switch.group, experts, routed.size // top_k, tail)
         slots = self._fetch(switch, experts)
         if slots is None:
             return self._run_waves(switch, x, indices.shape, routed, experts)
@@ -350,11 +351,10 @@ class ExpertStream:
         return output
 
     def _trace_route(
-        self, switch: StreamingSwitch, experts: list[int], tokens: int, tail: list[list[int]]
+        self, group: int, experts: list[int], tokens: int, tail: list[list[int]]
     ) -> None:
-        group, layer, forward = switch.group, switch.layer, self._forward
-        position = self._position(group)
-        self._tracer.route(group, layer, forward, position, experts, tokens, tail)
+        times = self._synced, self._mark
+        self._tracer.route(group, self._forward, *times, experts, tokens, tail)
 
     def _position(self, group: int) -> int:
         return self._forward * len(self._tables) + group
@@ -436,13 +436,8 @@ class ExpertStream:
             if self._ahead is not None:
                 self._ahead.waited(after - before)
             self._tracer.stall(
-                switch.group,
-                switch.layer,
-                before,
-                after,
-                late=got.late,
-                evicted=got.evicted,
-                unpredicted=got.unpredicted,
+                *(switch.group, before, after),
+                *(got.late, got.evicted, got.unpredicted),
             )
 
     def _run_waves(

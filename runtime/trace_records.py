@@ -8,6 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..io.errors import MoestreamError
+
+
+class TraceUnreadable(MoestreamError):
+    """The file cannot be read or holds no trace."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"cannot read the trace {path}: {why}")
+
 
 @dataclass(frozen=True, slots=True)
 class Span:

@@ -19,6 +19,7 @@ import pytest
 
 import moestream
 from moestream import Chunk, Engine, EngineClosed, EngineDead, Generation, InvalidRequest
+from moestream.runtime.tracefile import read_trace
 
 from . import zoo
 
@@ -439,27 +440,24 @@ async def test_the_callers_loop_keeps_ticking(engine: Engine) -> None:
 # -- traces -----------------------------------------------------------------------------------
 
 
-async def test_trace_file_opens_in_perfetto(demo: Path, tmp_path: Path) -> None:
+async def test_trace_tells_what_the_statistics_count(demo: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.trace"
     async with await Engine.open(demo, slots=16, trace=path, prefetch="off") as engine:
         result = await engine.generate(PROMPT, max_tokens=5)
         reads = engine.statistics().reads
-    document = json.loads(path.read_text())
-    events = document["traceEvents"]
-    names = [event["name"] for event in events]
-    assert names.count("token") == 5
-    assert names.count("read") == reads
-    assert names.count("stall") > 0
-    assert sum(e["args"]["experts"] for e in events if e["name"] == "stall") == result.stats.misses
-    for event in events:
-        assert event["ph"] in ("X", "M", "i", "C")
-        assert event["tid"] < 2**32
-        assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
-        if event["ph"] == "X":
-            assert event["dur"] >= 0 and math.isfinite(event["ts"])
-    threads = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert "moestream-compute" in threads
-    assert any(name.startswith("moestream-lane") for name in threads)
+    trace = read_trace(path)
+    assert trace.notices == []
+    assert [token.token for token in trace.tokens] == list(result.tokens)
+    assert len(trace.reads) == reads
+    assert trace.stalls
+    assert sum(stall.experts for stall in trace.stalls) == result.stats.misses
+    assert {group: layer.slots for group, layer in trace.layers.items()} == dict.fromkeys(
+        range(12), 16
+    )
+    assert all(record.layer == trace.layers[record.group].layer for record in trace.reads)
+    assert {trace.threads[token.tid] for token in trace.tokens} == {"moestream-compute"}
+    lanes = {trace.threads[read.tid] for read in trace.reads}
+    assert all(name.startswith("moestream-lane") for name in lanes)
 
 
 async def test_trace_that_cannot_be_written_is_refused(demo: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Traces of real runs, and what `moestream trace report` makes of them, against the schema."""
+"""Traces of real runs, and the files for Perfetto that are made of them, against the schema."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import moestream
 from moestream import Engine
 from moestream.runtime.report_perfetto import perfetto_events
+from moestream.runtime.trace_records import Trace
 from moestream.runtime.tracefile import read_trace
 
 from .trace_schema import BadTrace, check_trace
@@ -20,19 +21,16 @@ from .trace_schema import BadTrace, check_trace
 PROMPT = "Once upon a time"
 
 
-def check_file(path: Path) -> dict[str, int]:
-    return check_trace(json.loads(path.read_text()))
-
-
-async def traced(demo: Path, path: Path, tokens: int, **settings: Any) -> dict[str, int]:
-    """Generate, and check the trace; returns its counts of events."""
+async def traced(demo: Path, path: Path, tokens: int, **settings: Any) -> Trace:
+    """Generate with a trace, and read it."""
     async with await Engine.open(demo, slots=16, trace=path, **settings) as engine:
         result = await engine.generate(PROMPT, max_tokens=tokens, ignore_eos=True)
         assert len(result.tokens) == tokens
     assert engine.statistics().trace_events_dropped == 0
-    counts = check_file(path)
-    assert counts["token"] == tokens
-    return counts
+    trace = read_trace(path)
+    assert trace.notices == []
+    assert len(trace.tokens) == tokens
+    return trace
 
 
 def check_report(path: Path, folder: Path) -> dict[str, int]:
@@ -50,18 +48,18 @@ def check_report(path: Path, folder: Path) -> dict[str, int]:
 
 @pytest.mark.one_loop
 async def test_a_trace_and_its_report_are_valid(demo: Path, tmp_path: Path) -> None:
-    counts = await traced(demo, tmp_path / "run.json", 40)
-    assert {"token", "read", "sync", "route", "stall", "evict", "queue_depth"} <= set(counts)
-    assert counts["route"] == counts["sync"] == 40 * 12
-    assert check_report(tmp_path / "run.json", tmp_path / "report")["token"] == 40
+    trace = await traced(demo, tmp_path / "run.trace", 40)
+    assert trace.reads and trace.stalls and trace.evictions and trace.queue_depth
+    assert len(trace.routes) == len(trace.syncs) == 40 * 12
+    assert check_report(tmp_path / "run.trace", tmp_path / "report")["token"] == 40
 
 
 @pytest.mark.one_loop
 async def test_a_trace_with_guesses_is_valid(demo: Path, tmp_path: Path) -> None:
     prefetch = moestream.PrefetchConfig(admission="always")
-    counts = await traced(demo, tmp_path / "run.json", 40, prefetch=prefetch)
-    assert {"predict", "queue", "use"} <= set(counts)
-    reported = check_report(tmp_path / "run.json", tmp_path / "report")
+    trace = await traced(demo, tmp_path / "run.trace", 40, prefetch=prefetch)
+    assert trace.predictions and trace.operations and trace.uses
+    reported = check_report(tmp_path / "run.trace", tmp_path / "report")
     assert reported["guess to use"] > 0
 
 
@@ -74,9 +72,9 @@ async def test_a_long_trace_and_its_report_are_valid(
     ahead: bool, demo: Path, tmp_path: Path
 ) -> None:
     prefetch = moestream.PrefetchConfig(admission="always") if ahead else "off"
-    counts = await traced(demo, tmp_path / "run.json", 1000, prefetch=prefetch)
-    assert counts["route"] == 12 * 1000
-    assert check_report(tmp_path / "run.json", tmp_path / "report")["token"] == 1000
+    trace = await traced(demo, tmp_path / "run.trace", 1000, prefetch=prefetch)
+    assert len(trace.routes) == 12 * 1000
+    assert check_report(tmp_path / "run.trace", tmp_path / "report")["token"] == 1000
 
 
 SPAN = {"ph": "X", "name": "a", "pid": 1, "tid": 1, "ts": 0.0, "dur": 10.0, "args": {}}

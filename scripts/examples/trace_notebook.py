@@ -16,7 +16,7 @@ from moestream.runtime.report import make_report
 from moestream.runtime.tracefile import read_trace
 
 model = sys.argv[1] if len(sys.argv) > 1 else str(files("moestream") / "data" / "demo-moe-4bit")
-path = Path(sys.argv[2] if len(sys.argv) > 2 else "run.json")
+path = Path(sys.argv[2] if len(sys.argv) > 2 else "run.trace")
 
 
 async def generate() -> moestream.Generation:
@@ -27,7 +27,7 @@ async def generate() -> moestream.Generation:
 result = asyncio.run(generate())
 print(result.text)
 
-# %% Open the trace. The same file opens in https://ui.perfetto.dev.
+# %% Open the trace. `moestream trace report` makes a file for https://ui.perfetto.dev of it.
 trace = read_trace(path)
 report = make_report(trace)
 print(report.summary)
