@@ -71,6 +71,12 @@ _PARTS = {
 }
 
 
+def _part(name: str, requests: int) -> str:
+    if name == "kv" and requests > 1:
+        return f"KV caches of {requests} requests at full context"
+    return _PARTS[name]
+
+
 def print_plan(report: PlanReport) -> None:
     """How the memory would be divided."""
     console = output_console()
@@ -85,7 +91,7 @@ def print_plan(report: PlanReport) -> None:
     table = _table("part", "memory")
     for name, nbytes in report.parts.items():
         if nbytes or name not in ("staging", "prompt_cache"):
-            table.add_row(_PARTS[name], size(nbytes))
+            table.add_row(_part(name, plan.sequences), size(nbytes))
     table.add_row("in all", size(report.total), style="bold")
     console.print(table)
     console.print(f"context {plan.context} tokens, prompt chunks of {plan.chunk_tokens}")

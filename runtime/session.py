@@ -138,14 +138,22 @@ def run_prompt(
                 result = await engine.generate(prompt, **sampling)
             else:
                 note_changes(options, engine.plan, sampling)
-                result = await follow(engine, prompt, sampling, show)
+                result = await follow(engine, prompt, sampling, on_chunk)
             await save_prompts(engine, prompts)
             return result, engine.plan
 
-    result, plan = run_until_signal(generate())
-    if not quiet:
-        print()
-    return result, plan
+    begun = False
+
+    def on_chunk(chunk: Chunk) -> None:
+        nonlocal begun
+        begun = True
+        show(chunk)
+
+    try:
+        return run_until_signal(generate())
+    finally:
+        if begun:  # what is said next, an error too, begins a line of its own
+            print(flush=True)
 
 
 def show(chunk: Chunk) -> None:

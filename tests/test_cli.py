@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,25 @@ def test_run_prints_text_and_figures_apart(model: str) -> None:
         line,
     )
     assert call(*arguments, "--no-stats") == (output, "")
+
+
+def test_an_error_behind_text_has_a_line_of_its_own(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = moestream.Engine.stream
+
+    async def breaks(engine: moestream.Engine, *args: Any, **kwargs: Any) -> Any:
+        async with aclosing(original(engine, *args, **kwargs)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+                raise moestream.ReadFailed(
+                    layer=3, expert=7, component="w", path=Path("f"), offset=8, problem="broken"
+                )
+
+    monkeypatch.setattr(moestream.Engine, "stream", breaks)
+    output, errors = call("run", model, "-p", "Once upon a time", "--slots", "8", code=1)
+    assert output == ",\n"
+    assert errors.startswith("error: cannot read expert 7 of layer 3")
 
 
 def test_run_reads_the_prompt_from_standard_input(model: str) -> None:
@@ -570,6 +590,8 @@ def test_plan_for_people(model: str) -> None:
     assert "reserve" not in output  # nothing is kept back where there is no budget
     assert "reserve" in call("plan", model, "--memory", "400MB")[0]
     assert "(chosen from what is free)" in call("plan", model)[0]
+    assert "KV cache at full context" in output
+    assert "KV caches of 8 requests at full context" in call("plan", model, "--memory", "8GB")[0]
 
 
 def test_plan_forecasts_and_says_what_it_assumes(
