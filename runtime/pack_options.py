@@ -58,12 +58,13 @@ def choose_schemes(options: PackOptions, sites: Sequence[ExpertSite]) -> Schemes
     base = _base(options, mode)
     rules = [parse_rule(text) for text in options.layers]
     numbers = {site.layer for site in sites}
-    for text, (layers, _) in zip(options.layers, rules, strict=True):
-        if not layers & numbers:
-            raise InvalidRequest(
-                f"layers={show(text)} names no layer with routed experts; "
-                f"they are {min(numbers)} to {max(numbers)}"
-            )
+    for text in options.layers:
+        for part in text.partition(":")[0].split(","):
+            if not _range(part, text) & numbers:  # each of them: a slip must not pass unseen
+                raise InvalidRequest(
+                    f"layers={show(text)}: {part.strip()} names no layer with routed experts; "
+                    f"they are {min(numbers)} to {max(numbers)}"
+                )
     return {site.path: _site_schemes(site, options, mode, base, rules) for site in sites}
 
 
@@ -178,15 +179,22 @@ def parse_rule(text: str) -> tuple[frozenset[int], Bits]:
         InvalidRequest: it is no such rule.
     """
     ranges, colon, bits = text.partition(":")
-    layers: set[int] = set()
-    for part in ranges.split(","):
-        match = re.fullmatch(r"\s*([0-9]{1,6})\s*(?:-\s*([0-9]{1,6})\s*)?", part)
-        if not colon or match is None or int(match[2] or match[1]) < int(match[1]):
-            raise InvalidRequest(
-                f"layers={show(text)} is no rule like '0-3,44-47:6' or '0:gate=8,down=6'"
-            )
-        layers.update(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return frozenset(layers), parse_bits(bits)
+    if not colon:
+        raise _no_rule(text)
+    layers = frozenset[int]().union(*(_range(part, text) for part in ranges.split(",")))
+    return layers, parse_bits(bits)
+
+
+def _range(part: str, rule: str) -> frozenset[int]:
+    """The layers of "3" or "0-3"."""
+    match = re.fullmatch(r"\s*([0-9]{1,6})\s*(?:-\s*([0-9]{1,6})\s*)?", part)
+    if match is None or int(match[2] or match[1]) < int(match[1]):
+        raise _no_rule(rule)
+    return frozenset(range(int(match[1]), int(match[2] or match[1]) + 1))
+
+
+def _no_rule(text: str) -> InvalidRequest:
+    return InvalidRequest(f"layers={show(text)} is no rule like '0-3,44-47:6' or '0:gate=8,down=6'")
 
 
 def losses(sites: Sequence[ExpertSite], schemes: Mapping[str, Mapping[str, Scheme | None]]) -> str:
