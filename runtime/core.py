@@ -487,8 +487,11 @@ def _remembered(store: ExpertStore, ahead: ReadAhead | None, path: Path | None) 
         uses = [group.residency.uses for group in store.groups]
         merged = [warmstart.merge(old, new) for old, new in zip(heat, uses, strict=True)]
         table = {} if ahead is None else ahead.calibration.to_json()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({**table, "heat": warmstart.to_json(merged, records)}))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({**table, "heat": warmstart.to_json(merged, records)}))
+        except OSError as error:  # it helps the next start, and nothing depends on it
+            logger.warning("the calibration cannot be kept in %s: %s", path, error)
 
 
 @contextmanager

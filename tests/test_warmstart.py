@@ -215,3 +215,17 @@ async def test_a_damaged_file_is_no_obstacle(
         assert "cannot be used" in caplog.text
         caplog.clear()
         assert math.fsum(json.loads(path.read_text())["heat"]["0"]) == 0
+
+
+@pytest.mark.one_loop
+async def test_a_file_that_cannot_be_written_is_told_in_a_line(
+    demo: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "folder"
+    path = folder / "kept.json"
+    async with await Engine.open(demo, slots=16, calibration=path) as engine:
+        await engine.generate("Why do birds sing?", max_tokens=2)
+        folder.write_text("a file where the directory should be")
+    (record,) = caplog.records
+    assert f"the calibration cannot be kept in {path}" in record.getMessage()
+    assert record.exc_info is None
