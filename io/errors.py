@@ -58,12 +58,14 @@ class ReadFailed(MoestreamError):
     asks for the expert anew.
     """
 
+    _remedy = ""  # ends the message
+
     def __init__(
         self, *, layer: int, expert: int, component: str, path: Path, offset: int, problem: str
     ) -> None:
         super().__init__(
             f"cannot read expert {expert} of layer {layer} ({component}) "
-            f"from {path} at offset {offset}: {problem}"
+            f"from {path} at offset {offset}: {problem}{self._remedy}"
         )
         self.layer = layer
         self.expert = expert
@@ -75,6 +77,8 @@ class ReadFailed(MoestreamError):
 
 class ChecksumMismatch(ReadFailed):
     """The bytes of one expert in a packed store are not those that were packed."""
+
+    _remedy = "; pack the model again"
 
 
 class ReadTimeout(ReadFailed):

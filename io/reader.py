@@ -51,7 +51,7 @@ class Place(TypedDict):
     offset: int
 
 
-CHANGED = "its bytes are not those that were written"
+CHANGED = "its bytes are not those that were packed"
 
 
 class RecordReader:

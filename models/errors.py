@@ -35,7 +35,7 @@ class ExpertsNotStacked(ModelError):
     def __init__(self, directory: Path, tensor: str) -> None:
         super().__init__(
             f"{directory} does not store {tensor} stacked over the experts, so single experts "
-            "cannot be read in place; make a store of it with `moestream pack`, or convert it with "
-            "mlx_lm.convert"
+            "cannot be read in place; make a store of it with `moestream pack`, convert it with "
+            "mlx_lm.convert, or hold every expert with memory='all'"
         )
         self.tensor = tensor

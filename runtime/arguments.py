@@ -102,7 +102,8 @@ def cache_path_argument(name: str, value: object) -> Path:
     """
     path = path_argument(name, value)
     if path is None or path.suffix != ".safetensors":
-        raise InvalidRequest(f"{name}={show(value)} must be a path that ends in .safetensors")
+        shown = show(value if path is None else str(path))
+        raise InvalidRequest(f"{name}={shown} must be a path that ends in .safetensors")
     return path
 
 

@@ -110,7 +110,7 @@ class OpenFailed(MoestreamError):
         line = str(cause).strip().partition("\n")[0]
         super().__init__(
             f"the engine cannot be opened ({type(cause).__name__}: {line}); "
-            "check files, free memory and the limit of open files"
+            "check files, free memory, the limit of open files and that of threads"
         )
 
 

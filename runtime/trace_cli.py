@@ -72,7 +72,10 @@ def report(
     file: TraceFile,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where to write report.html and trace.json."),
+        typer.Option(
+            metavar="DIR",
+            help="Where to write report.html and trace.json; needed unless --json is given.",
+        ),
     ] = None,
     json_output: options.Json = False,
     debug: options.Debug = False,

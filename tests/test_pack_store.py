@@ -194,6 +194,7 @@ async def test_a_flipped_bit_fails_the_read(store: Path, direct: bool) -> None:
         assert (error.layer, error.path) == (layer.layer, path)
         assert error.offset == error.expert * layer.layout.stride
         assert f"expert {error.expert} of layer {layer.layer}" in str(error)
+        assert str(error).endswith("are not those that were packed; pack the model again")
         engine.check_integrity(idle=True)
         path.write_bytes(sound)  # the engine goes on
         result = await engine.generate(make_prompt(3), max_tokens=2, ignore_eos=True)

@@ -860,7 +860,8 @@ def test_run_goes_on_from_a_file(demo: Path, tmp_path: Path) -> None:
     assert again["text"] == first["text"]
     path.write_bytes(b"something else")
     assert "delete the file" in error_line(*arguments, "--prompt-cache", str(path))
-    assert "ends in .safetensors" in error_line(*arguments, "--prompt-cache", "run.cache")
+    line = error_line(*arguments, "--prompt-cache", "run.cache")
+    assert "--prompt-cache='run.cache' must be a path that ends in .safetensors" in line
 
 
 @pytest.mark.one_loop
