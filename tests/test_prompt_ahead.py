@@ -243,9 +243,7 @@ def test_a_staged_read_that_fails_is_read_again(bench: Bench, loop: FakeLoop) ->
     bench.store.release(1, got.slots)
 
 
-def test_a_guess_that_is_staged_already_takes_no_second_place(
-    bench: Bench, loop: FakeLoop
-) -> None:
+def test_a_guess_that_is_staged_already_takes_no_second_place(bench: Bench, loop: FakeLoop) -> None:
     # It was asked for again before its read began, and the message came when that had ended.
     stage(bench, loop, 6)
     assert bench.store.begin(entry(6)) is None
