@@ -155,7 +155,8 @@ def test_a_prompt_counts_once_and_is_no_token() -> None:
 
 @pytest.mark.parametrize("width", [257, 258, 300])
 def test_what_followed_fits_its_lane_at_every_width(width: int) -> None:
-    policy = holding(Successors(512, width), range(512))
+    policy = Successors(512, width)
+    holding(policy, range(512))
     token = list(range(512 - width, 512))  # the last lane has none behind it
     for _ in range(5):
         policy.tokens([token] * 64)
