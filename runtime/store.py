@@ -471,7 +471,8 @@ class ExpertStore:
         """Rebuild a layer's pool with another number of slots; the hottest experts stay.
 
         Old and new pool are there together for a moment. Returns False, and does nothing, while a
-        slot of the layer is pinned or being read into.
+        slot of the layer is pinned or being read into; True without a change for the number that
+        there is.
 
         Args:
             group: the layer.
@@ -481,6 +482,8 @@ class ExpertStore:
         books = self.groups[group]
         residency = books.residency
         with self._lock:
+            if slots == residency.slots:  # a share that has changed back; nobody moves
+                return True
             if not residency.hold():
                 return False
             moves = residency.keepers(slots)
