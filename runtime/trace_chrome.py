@@ -45,7 +45,7 @@ def read_chrome(text: str, trace: Trace) -> None:
     """
     try:
         document = _DECODER.decode(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # brackets in brackets: no shape of such a depth
         events, header = _salvage(text, trace.path)
         trace.notices.append(cut_notice(len(events)))
     else:
@@ -73,7 +73,7 @@ def _salvage(text: str, path: Path) -> tuple[list[Any], Any]:
             start = text.index(":", before) + 1
             try:
                 header, _ = decoder.raw_decode(text, len(text) - len(text[start:].lstrip()))
-            except ValueError:
+            except (ValueError, RecursionError):
                 header = None
     if at < 0:
         raise TraceUnreadable(path, "it is neither JSON nor the beginning of a trace")
@@ -86,7 +86,7 @@ def _events(text: str, at: int, decoder: json.JSONDecoder) -> Iterator[Any]:
             at += 1
         try:
             event, at = decoder.raw_decode(text, at)
-        except ValueError:
+        except (ValueError, RecursionError):
             return
         yield event
 

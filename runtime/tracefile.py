@@ -144,7 +144,12 @@ def _read_records(data: bytes, trace: Trace) -> None:
     try:
         header = json.loads(data[len(MAGIC) : end])
         epoch = float(header["epoch"])
-    except (KeyError, TypeError, ValueError) as error:  # without an end, too: its last byte lacks
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        RecursionError,
+    ) as error:  # without an end, too: its last byte lacks
         why = "its first lines are damaged" if end >= 0 else "it is cut off before the first event"
         raise TraceUnreadable(trace.path, why) from error
     take_header(header, trace)

@@ -115,6 +115,29 @@ def test_a_damaged_header_is_an_error(path: Path, header: Any) -> None:
         read(path, head(header) + BODY)
 
 
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"[" * 100_000,
+        b'{"traceEvents": ' + b"[" * 100_000,
+        MAGIC + b"[" * 100_000 + b"\n",
+        b'step,layer,slot,expert\n"' + b"a" * 200_000,
+    ],
+    ids=["list", "events", "header", "field"],
+)
+def test_garbage_of_any_depth_and_width_is_no_trace(path: Path, garbage: bytes) -> None:
+    with suppress(TraceUnreadable):
+        assert read(path, garbage).notices
+
+
+def test_a_routing_table_is_read_up_to_a_field_without_an_end(path: Path) -> None:
+    table = b"# model=m n_expert=" + b"9" * 5000 + b'\nstep,layer,slot,expert\n0,1,0,4\n"'
+    trace = read(path, table + b"a" * 200_000)
+    assert "the table is damaged: the rows before that were read" in trace.notices
+    assert [route.experts for route in trace.routes] == [(4,)]
+    assert trace.layers[1].experts == 5
+
+
 def test_another_format_is_named(path: Path) -> None:
     with pytest.raises(TraceUnreadable, match="format 12, which"):
         read(path, FAMILY + b"12\n" + WHOLE[len(MAGIC) :])
