@@ -142,7 +142,8 @@ class Successors(DecayedFrequency):
 
     def __init__(self, experts: int, width: int) -> None:
         super().__init__(experts, self.HALF_LIFE)
-        self._width = width
+        # Where the rows of a token's experts do not fit into a lane, no call is taken for a token.
+        self._width = width if width * self.MOST < 1 << LANE else 0
         # A row is one large number with a lane per expert: adding up rows takes no loop.
         self._lanes = lanes(experts)
         self._bytes = experts * LANE // 8
@@ -154,7 +155,8 @@ class Successors(DecayedFrequency):
     def tokens(self, rows: Sequence[Sequence[int]]) -> None:
         self._token, self._told = (), True
         for experts in rows:
-            self._follow(experts)
+            if len(experts) <= self._width:
+                self._follow(experts)
 
     def routed(self, experts: Sequence[int]) -> None:
         super().routed(experts)

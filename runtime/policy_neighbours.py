@@ -89,8 +89,10 @@ class Neighbours(DecayedFrequency):
         self._recent = self._aged(rows)
         first = self._clock.numbers(self._layer, len(rows))
         self._token = -2  # what came before is another text
+        self._alike = 0
         for number, experts in enumerate(rows, first):
-            self._remember(number, experts)
+            if len(experts) <= self._width:  # else likeness would not fit into its lane
+                self._remember(number, experts)
 
     def routed(self, experts: Sequence[int]) -> None:
         recent, self._recent = self._recent, None

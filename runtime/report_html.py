@@ -267,7 +267,7 @@ def _queue(trace: Trace, start: float, end: float) -> Iterator[Section]:
 def _drive(trace: Trace, report: Report, start: float, end: float) -> Iterator[Section]:
     bins = rates(trace, start, end)
     bandwidth = report.drive.bandwidth
-    most = max([a + b for a, b in bins] + ([bandwidth] if bandwidth else [])) / 1e9
+    most = max([a + b for a, b in bins] + ([bandwidth] if bandwidth else []), default=0) / 1e9
     plot = Plot((0, (end - start) / 1e6), (0, 1.05 * most), "s", "GB/s", 210)
     if bandwidth:
         limit = f"bandwidth of the drive, {size(bandwidth)}/s"

@@ -40,6 +40,9 @@ PRELOAD = 1 << 60
 WINDOWS_KEPT = 1024
 """Times from asking to ready that are kept of each layer (arbitrary)."""
 
+WARMING = 1 << 60
+"""In place of the slot of a read that only warms the page cache."""
+
 DEPTH_SECONDS = 0.002
 """Between two samples of queue and lanes in a trace (arbitrary; each costs the loop some time)."""
 
@@ -468,7 +471,8 @@ class ExpertStore:
         """Rebuild a layer's pool with another number of slots; the hottest experts stay.
 
         Old and new pool are there together for a moment. Returns False, and does nothing, while a
-        slot of the layer is pinned or being read into.
+        slot of the layer is pinned or being read into; True without a change for the number that
+        there is.
 
         Args:
             group: the layer.
@@ -478,6 +482,8 @@ class ExpertStore:
         books = self.groups[group]
         residency = books.residency
         with self._lock:
+            if slots == residency.slots:  # a share that has changed back; nobody moves
+                return True
             if not residency.hold():
                 return False
             moves = residency.keepers(slots)
@@ -500,7 +506,12 @@ class ExpertStore:
     # -- loop thread and lanes (ReadHost) -----------------------------------------------------
 
     def begin(self, entry: Entry) -> int | None:
-        """The slot (or the place in memory) that a read goes to; None when it is not wanted."""
+        """Where a read goes to; None when it is not wanted.
+
+        Returns:
+            A slot; the place beside the slots, inverted; or ``WARMING``. The jobs of the read go
+            by this alone: one that a lane has just begun may run while the read is given up.
+        """
         key = entry.key
         group, expert = key
         with self._lock:
@@ -519,6 +530,8 @@ class ExpertStore:
                 return slot
             over = self._over if entry.sure else self._position
             if entry.demand or entry.position <= over:
+                return None
+            if self._staged(key):  # by a guess that has ended since this one was asked for
                 return None
             if entry.position == PRELOAD:
                 return self._begin_preload(key)
@@ -543,12 +556,12 @@ class ExpertStore:
         destination = self._prefetch.destination
         if destination == "pagecache" and not sure:
             self._warming.add(key)
-            return 0
+            return WARMING
         if destination == "staging" or sure:
             place, lost = self._staging.begin(key, keep=sure)
             if lost is not None:
                 self._waste(lost)
-            return place
+            return None if place is None else ~place
         residency = self.groups[group].residency
         slot = residency.guess(expert)
         if residency.evicted:
@@ -570,11 +583,11 @@ class ExpertStore:
         if place is not None:
             self._copy_staged(key, place, slot)
             return 0
-        if key in self._warming:
+        if slot == WARMING:
             return self.reader.warm_job(group, expert, job)
         speculative = key in self._begun
-        staged = self._staging.filling(key)
-        rows = self._staging.rows(group, slot) if staged else books.pool.rows(slot)
+        staged = slot < 0
+        rows = self._staging.rows(group, ~slot) if staged else books.pool.rows(slot)
         passage = None
         if self._passage is not None and not staged:
             passage = self._passage.into(books.pool.addresses(slot))

@@ -24,6 +24,18 @@ from .trace_records import (
     Use,
 )
 
+MOST = 1e15
+"""Beyond this a number is damage (arbitrary): times are microseconds, so some thirty years."""
+
+
+def _number(text: str) -> float | None:
+    value = float(text)
+    return value if abs(value) <= MOST else None
+
+
+_DECODER = json.JSONDecoder(parse_float=_number, parse_constant=lambda name: None)
+"""Such numbers, and what is none, are missing from their events."""
+
 
 def read_chrome(text: str, trace: Trace) -> None:
     """File the events of a Chrome trace; those before the break where the JSON is cut off.
@@ -32,8 +44,8 @@ def read_chrome(text: str, trace: Trace) -> None:
         TraceUnreadable: there is no list of events in it.
     """
     try:
-        document = json.loads(text)
-    except ValueError:
+        document = _DECODER.decode(text)
+    except (ValueError, RecursionError):  # brackets in brackets: no shape of such a depth
         events, header = _salvage(text, trace.path)
         trace.notices.append(cut_notice(len(events)))
     else:
@@ -50,7 +62,7 @@ def read_chrome(text: str, trace: Trace) -> None:
 
 def _salvage(text: str, path: Path) -> tuple[list[Any], Any]:
     """The events up to where the JSON breaks off, and the header if it stands before that."""
-    decoder = json.JSONDecoder()
+    decoder = _DECODER
     header: Any = None
     at = text.find("[") if text.lstrip().startswith("[") else -1
     if at < 0:
@@ -61,7 +73,7 @@ def _salvage(text: str, path: Path) -> tuple[list[Any], Any]:
             start = text.index(":", before) + 1
             try:
                 header, _ = decoder.raw_decode(text, len(text) - len(text[start:].lstrip()))
-            except ValueError:
+            except (ValueError, RecursionError):
                 header = None
     if at < 0:
         raise TraceUnreadable(path, "it is neither JSON nor the beginning of a trace")
@@ -74,7 +86,7 @@ def _events(text: str, at: int, decoder: json.JSONDecoder) -> Iterator[Any]:
             at += 1
         try:
             event, at = decoder.raw_decode(text, at)
-        except ValueError:
+        except (ValueError, RecursionError):
             return
         yield event
 
@@ -216,7 +228,7 @@ def take_header(header: dict[str, Any], trace: Trace) -> None:
         for entry in header.get("layers") or []:
             layer = Layer(**{name: int(entry[name]) for name in Layer.__slots__})
             trace.layers[layer.group] = layer
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         trace.notices.append("the description of the model in the file is damaged")
 
 

@@ -84,13 +84,21 @@ def _call(rows: list[_Row], forward: int, ts: float) -> Route:
 def _pairs(comment: str) -> Iterator[tuple[str, str]]:
     for word in comment.lstrip("# ").split():
         name, equals, value = word.partition("=")
-        if equals and (name in ("model", "arch") or value.isdecimal()):
+        if equals and (name in ("model", "arch") or (value.isdecimal() and len(value) < 20)):
             yield name, value
 
 
 def _rows(lines: Iterable[str], trace: Trace) -> Iterator[_Row]:
     damaged = 0
-    for row in csv.DictReader(lines):
+    table = iter(csv.DictReader(lines))
+    while True:
+        try:
+            row = next(table, None)
+        except csv.Error:  # a field without an end
+            trace.notices.append("the table is damaged: the rows before that were read")
+            break
+        if row is None:
+            break
         try:
             yield _Row(
                 turn=int(row.get("turn") or 0),

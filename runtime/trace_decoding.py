@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from struct import Struct, error
 from typing import Any
@@ -38,6 +39,9 @@ from .trace_records import (
     Trace,
     Use,
 )
+
+MOST_MICROSECONDS = 1e15
+"""No trace is as long (arbitrary: thirty years)."""
 
 
 class Decoder:
@@ -83,10 +87,10 @@ class Decoder:
         return self._unpack(Struct(f"<{count}{kind}"))
 
     def _time(self, seconds: float) -> float:
-        return (seconds - self._epoch) * 1e6
+        return _microseconds(seconds - self._epoch)
 
     def _span(self, start: float, end: float, thread: int = COMPUTE) -> tuple[float, float, int]:
-        return self._time(start), max((end - start) * 1e6, 0.0), thread
+        return self._time(start), max(_microseconds(end - start), 0.0), thread
 
     def _place(self, group: int) -> tuple[int, int]:
         return group, self._layers.get(group, group)
@@ -104,6 +108,8 @@ class Decoder:
         nbytes: int,
         speculative: bool,
     ) -> None:
+        if nbytes < 0:
+            raise ValueError(nbytes)
         span = self._span(start, end, thread)
         place = self._place(group)
         asked_at = self._time(asked)
@@ -143,10 +149,14 @@ class Decoder:
 
     def predict(self, at: float, group: int, forward: int, distance: int, count: int) -> None:
         experts, chances = self._list(count), self._list(count, "f")
+        if not all(0.0 <= chance <= 1.0 for chance in chances):
+            raise ValueError("no chances")
         about = (*self._place(group), forward, distance, experts, chances)
         self._trace.predictions.append(Prediction(self._time(at), *about))
 
     def queue(self, at: float, op: int, group: int, expert: int, probability: float) -> None:
+        if not 0.0 <= probability <= 1.0:
+            raise ValueError(probability)
         about = (OPERATIONS[op], group, expert, probability)
         self._trace.operations.append(QueueOperation(self._time(at), *about))
 
@@ -157,10 +167,12 @@ class Decoder:
             self._trace.evictions.append(eviction)
 
     def use(self, at: float, group: int, expert: int, lead: float) -> None:
-        self._trace.uses.append(Use(self._time(at), group, expert, lead * 1e6))
+        self._trace.uses.append(Use(self._time(at), group, expert, _microseconds(lead)))
 
     def depth(self, at: float, *counts: int) -> None:
         ts, (demands, guesses, demand_lanes, guess_lanes) = self._time(at), counts
+        if min(counts) < 0:
+            raise ValueError(counts)
         self._trace.queue_depth.append(Depth(ts, demands, guesses))
         self._trace.inflight.append(Depth(ts, demand_lanes, guess_lanes))
 
@@ -169,7 +181,16 @@ class Decoder:
         self._trace.threads[number] = name.decode()
 
     def drive(self, bandwidth: float) -> None:
+        if not 0.0 < bandwidth < math.inf:
+            raise ValueError(bandwidth)
         self._trace.bandwidth = bandwidth
+
+
+def _microseconds(seconds: float) -> float:
+    value = seconds * 1e6
+    if not abs(value) <= MOST_MICROSECONDS:  # or it is no number at all
+        raise ValueError(seconds)
+    return value
 
 
 _KINDS: dict[int, Callable[..., None]] = {

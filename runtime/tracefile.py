@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from .trace_decoding import Decoder
 from .trace_format import FAMILY, MAGIC
 from .trace_records import Layer, Route, Trace
 from .trace_records import TraceUnreadable as TraceUnreadable
+
+MOST_EXPERTS = 1 << 14
+"""Of a layer (arbitrary: some times what any model has): replays make tables of its square."""
 
 GZIP = b"\x1f\x8b"
 
@@ -38,6 +42,7 @@ def read_trace(path: Path) -> Trace:
         _read_records(data, trace)
     else:
         _read_text(data.decode("utf-8", errors="replace"), trace)
+    _check_layers(trace)
     _derive_layers(trace)
     return trace
 
@@ -74,6 +79,40 @@ def _unpacked(data: bytes) -> tuple[bytes, bool]:
         return zlib.decompressobj(wbits=31).decompress(data), True
 
 
+def _check_layers(trace: Trace) -> None:
+    """Leave out what cannot be, so that nobody else meets it."""
+    damaged = [group for group, layer in trace.layers.items() if not _is_possible(layer)]
+    for group in damaged:
+        del trace.layers[group]
+    if damaged:
+        trace.notices.append("the description of the model in the file is damaged")
+    most = {group: layer.experts for group, layer in trace.layers.items()}
+    before = len(trace.routes), len(trace.predictions)
+    trace.routes = [
+        route
+        for route in trace.routes
+        if _are_below(most.get(route.group, MOST_EXPERTS), route.experts, *route.tail)
+    ]
+    trace.predictions = [
+        prediction
+        for prediction in trace.predictions
+        if _are_below(most.get(prediction.group, MOST_EXPERTS), prediction.experts)
+    ]
+    left_out = sum(before) - len(trace.routes) - len(trace.predictions)
+    if left_out:
+        trace.notices.append(
+            f"{left_out} events name experts that their layer does not have and were left out"
+        )
+
+
+def _is_possible(layer: Layer) -> bool:
+    return 1 <= layer.experts <= MOST_EXPERTS and (layer.slots is None or layer.slots >= 1)
+
+
+def _are_below(experts: int, *lists: Sequence[int]) -> bool:
+    return all(0 <= min(ids) and max(ids) < experts for ids in lists if ids)
+
+
 def _derive_layers(trace: Trace) -> None:
     """Complete the layers from the routing, for files that do not list them."""
     unlisted: dict[int, list[Route]] = {}
@@ -81,7 +120,9 @@ def _derive_layers(trace: Trace) -> None:
         if route.group not in trace.layers:
             unlisted.setdefault(route.group, []).append(route)
     for group, routes in unlisted.items():
-        experts = 1 + max(expert for route in routes for expert in route.experts)
+        experts = 1 + max(
+            max(ids) for route in routes for ids in (route.experts, *route.tail) if ids
+        )
         single = [len(route.experts) for route in routes if route.tokens == 1]
         top_k = max(single or [len(route.experts) for route in routes])
         trace.layers[group] = Layer(group, routes[0].layer, experts, top_k)
@@ -103,7 +144,12 @@ def _read_records(data: bytes, trace: Trace) -> None:
     try:
         header = json.loads(data[len(MAGIC) : end])
         epoch = float(header["epoch"])
-    except (KeyError, TypeError, ValueError) as error:  # without an end, too: its last byte lacks
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        RecursionError,
+    ) as error:  # without an end, too: its last byte lacks
         why = "its first lines are damaged" if end >= 0 else "it is cut off before the first event"
         raise TraceUnreadable(trace.path, why) from error
     take_header(header, trace)

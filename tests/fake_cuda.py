@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import threading
 from collections import defaultdict
@@ -35,7 +36,7 @@ class FakeLibrary:
         self.memory: dict[int, mmap.mmap] = {}
         self.lost: list[str] = []
         self.on_call: Callable[[str], None] | None = None
-        self._made = 0
+        self._handles = itertools.count(1001)
         self._current = threading.local()
         self._functions: dict[str, _Function] = {}
 
@@ -82,9 +83,9 @@ class FakeLibrary:
         self._current.context = context
 
     def _cuStreamCreate(self, stream: Any, flags: int) -> None:
-        self._made += 1
-        stream._obj.value = 1000 + self._made
-        self.streams[1000 + self._made] = threading.get_ident()
+        handle = next(self._handles)  # in one step: lanes make theirs at the same time
+        stream._obj.value = handle
+        self.streams[handle] = threading.get_ident()
 
     def _cuStreamDestroy_v2(self, stream: int) -> None:
         del self.streams[stream]

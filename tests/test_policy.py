@@ -153,6 +153,18 @@ def test_a_prompt_counts_once_and_is_no_token() -> None:
     assert policy._weight[2] == pytest.approx(policy._weight[5])
 
 
+@pytest.mark.parametrize("width", [257, 258, 300])
+def test_what_followed_fits_its_lane_at_every_width(width: int) -> None:
+    policy = Successors(512, width)
+    holding(policy, range(512))
+    token = list(range(512 - width, 512))  # the last lane has none behind it
+    for _ in range(5):
+        policy.tokens([token] * 64)
+        tell(policy, [token])
+    assert sorted(policy.coldest()) == sorted(policy.order(list(range(512)))) == list(range(512))
+    assert (sum(policy._seen) > 0) == (width == 257)
+
+
 @pytest.mark.parametrize("name", ["lfu-decay", "successors", "neighbours"])
 def test_misses_count_like_hits(name: str) -> None:
     policy = POLICIES[name](EXPERTS, 1)  # type: ignore[index]

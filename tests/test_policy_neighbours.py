@@ -295,6 +295,18 @@ def test_likeness_fits_its_lane_at_every_width(width: int) -> None:
     assert sorted(last.coldest()) == list(range(256))
 
 
+@pytest.mark.parametrize("width", [127, 128, 200])
+def test_likeness_of_a_prompt_fits_its_lane_at_every_width(width: int) -> None:
+    policies = chain(2, experts=256, width=width)
+    rows = [list(range(256 - width, 256))] * window(256)
+    for policy in policies:
+        policy.tokens(rows)
+        policy.routed(rows[0])
+        assert policy._alike.bit_length() <= 8 * window(256)
+        assert (policy._alike > 0) == (width <= MOST_ALIKE // 2)
+        assert sorted(policy.coldest()) == list(range(256))
+
+
 def test_answers_fit_their_lanes() -> None:
     most = Neighbours.NEAREST * Neighbours.LOUDEST * sum(Neighbours.AHEAD)
     assert most < 1 << LANE

@@ -19,6 +19,7 @@ from moestream.io.queue import Entry, Key
 from moestream.io.reader import RecordReader
 from moestream.models.lookahead import Predictor
 from moestream.runtime.core import Settings, prepare
+from moestream.runtime.prefetch import Destination
 from moestream.runtime.prompt_ahead import (
     CERTAIN,
     LIKELY,
@@ -240,6 +241,38 @@ def test_a_staged_read_that_fails_is_read_again(bench: Bench, loop: FakeLoop) ->
     assert got.futures[0].result() is None
     bench.check(1, [6], got.slots)
     bench.store.release(1, got.slots)
+
+
+def test_a_guess_that_is_staged_already_takes_no_second_place(bench: Bench, loop: FakeLoop) -> None:
+    # It was asked for again before its read began, and the message came when that had ended.
+    stage(bench, loop, 6)
+    assert bench.store.begin(entry(6)) is None
+    bench.store.check_integrity()
+    assert bench.store._staging.room == 1
+    bench.store.give_up(1)
+
+
+@pytest.mark.parametrize("destination", ["staging", "pagecache"])
+def test_a_late_job_of_a_guess_given_up_writes_into_no_slot(
+    tmp_path: Path, destination: Destination
+) -> None:
+    config = PrefetchConfig(destination=destination)
+    bench = make(tmp_path, staging_bytes=2 * 4096, prefetch=config)
+    loop = FakeLoop(bench.store)
+    bench.store.connect(loop.as_loop())
+    got = bench.demand(1, 0, 1, 2, 3)
+    for _ in got.slots:
+        loop.step()
+    slot = bench.store.begin(Entry((1, 6), False, 1, 1.0, {1}, 0))
+    assert slot is not None
+    returned = bench.store.abandoned((1, 6), slot, TimeoutError())  # another job of it hangs
+    bench.store.read((1, 6), slot, 0)
+    bench.check(1, [0, 1, 2, 3], got.slots)
+    returned()
+    bench.store.release(1, got.slots)
+    bench.store.check_integrity(idle=True)
+    assert bench.store._staging.room == 2
+    bench.reader.close()
 
 
 # -- engines ------------------------------------------------------------------------------------

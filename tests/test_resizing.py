@@ -88,6 +88,25 @@ def test_a_layer_that_is_being_read_is_left_alone(bench: tuple[ExpertStore, Fake
     assert store.resize(0, 2, lambda pool: None)
 
 
+def test_the_same_number_of_slots_moves_nobody(
+    bench: tuple[ExpertStore, FakeLoop, Any],
+) -> None:
+    # The share may change back between the decision to resize and the resizing.
+    store, loop, layer = bench
+    got = store.demand(0, [0, 1], owner=1, position=0)
+    assert got is not None
+    keys = [loop.queue.popleft(), loop.queue.popleft()]
+    bring(store, loop, 2, 3, 4)
+    store.dropped(keys, None)  # these slots are free again, before others that are not
+    store.release(0, got.slots)
+    assert store.resize(0, 5, lambda pool: None)
+    books = store.groups[0]
+    for expert in (2, 3, 4):
+        rows = books.pool.rows(books.residency.slot(expert))
+        assert [bytes(row) for row in rows] == layer.expected(expert)
+    store.check_integrity(idle=True)
+
+
 def test_without_memory_for_the_new_pool_the_old_one_stays(
     bench: tuple[ExpertStore, FakeLoop, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

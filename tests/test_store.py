@@ -21,6 +21,7 @@ from moestream.io.loop import IoLoop
 from moestream.io.queue import Entry, Key
 from moestream.io.reader import RecordReader
 from moestream.runtime.policy import LeastRecentlyUsed, PolicyFactory, least_recently_used
+from moestream.runtime.prefetch import OFF, PrefetchConfig
 from moestream.runtime.store import Demanded, ExpertStore
 from moestream.runtime.tracing import Tracer
 
@@ -66,7 +67,11 @@ class Bench:
 
 
 def make(
-    folder: Path, policy: PolicyFactory = least_recently_used, *, staging_bytes: int = 0
+    folder: Path,
+    policy: PolicyFactory = least_recently_used,
+    *,
+    staging_bytes: int = 0,
+    prefetch: PrefetchConfig = OFF,
 ) -> Bench:
     layers = [
         write_stacked(folder / "stacked", TENSORS, experts=EXPERTS, layer=4),
@@ -82,6 +87,7 @@ def make(
         tracer=Tracer(None),
         policy=policy,
         staging_bytes=staging_bytes,
+        prefetch=prefetch,
     )
     return Bench(layers, drive, reader, store)
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import random
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moestream.runtime.errors import InvalidRequest
+from moestream.runtime.replay_policies import POLICIES
+from moestream.runtime.replay_sweep import Options, Sweep
+from moestream.runtime.report import make_report, write_report
 from moestream.runtime.trace_format import (
     DEPTH,
     DRIVE,
@@ -108,6 +115,29 @@ def test_a_damaged_header_is_an_error(path: Path, header: Any) -> None:
         read(path, head(header) + BODY)
 
 
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"[" * 100_000,
+        b'{"traceEvents": ' + b"[" * 100_000,
+        MAGIC + b"[" * 100_000 + b"\n",
+        b'step,layer,slot,expert\n"' + b"a" * 200_000,
+    ],
+    ids=["list", "events", "header", "field"],
+)
+def test_garbage_of_any_depth_and_width_is_no_trace(path: Path, garbage: bytes) -> None:
+    with suppress(TraceUnreadable):
+        assert read(path, garbage).notices
+
+
+def test_a_routing_table_is_read_up_to_a_field_without_an_end(path: Path) -> None:
+    table = b"# model=m n_expert=" + b"9" * 5000 + b'\nstep,layer,slot,expert\n0,1,0,4\n"'
+    trace = read(path, table + b"a" * 200_000)
+    assert "the table is damaged: the rows before that were read" in trace.notices
+    assert [route.experts for route in trace.routes] == [(4,)]
+    assert trace.layers[1].experts == 5
+
+
 def test_another_format_is_named(path: Path) -> None:
     with pytest.raises(TraceUnreadable, match="format 12, which"):
         read(path, FAMILY + b"12\n" + WHOLE[len(MAGIC) :])
@@ -146,16 +176,78 @@ def test_damage_ends_the_reading(path: Path, damage: bytes) -> None:
     assert trace.layers[0].slots == 4
 
 
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 1e300])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda number: (READ, 1, number, 6.0, 6.0, 0, 7, 100, False),
+        lambda number: (READ, 1, 6.0, number, 6.0, 0, 7, 100, False),
+        lambda number: (READ, 1, 6.0, 6.0, number, 0, 7, 100, False),
+        lambda number: (USE, 6.0, 0, 2, number),
+        lambda number: (QUEUE, 6.0, "guess", 0, 2, number),
+        lambda number: (PREDICT, 6.0, 0, 3, 1, [2], [number if abs(number) != 1e300 else 2.0]),
+    ],
+)
+def test_a_number_that_cannot_be_is_damage(
+    path: Path, make: Callable[[float], Event], number: float
+) -> None:
+    trace = read(path, head() + BODY + pack_event(make(number)) + BODY)
+    assert f"the {len(EVENTS)} events before that" in trace.notices[0]
+    assert len(trace.tokens) == 2
+
+
+LOST = "events name experts that their layer does not have and were left out"
+
+
+@pytest.mark.parametrize("expert", [8, 1 << 16, (1 << 31) - 1])
+def test_experts_that_a_layer_does_not_have_are_left_out(path: Path, expert: int) -> None:
+    events: list[Event] = [
+        (ROUTE, 6.0, 6.0, 0, 3, 1, [1, expert], []),
+        (ROUTE, 6.0, 6.0, 0, 3, 2, [1, 2], [[1, 2], [1, expert]]),
+        (PREDICT, 6.0, 0, 3, 1, [2, expert], [0.5, 0.25]),
+    ]
+    data = BODY + b"".join(map(pack_event, events)) + pack_event((END,))
+    trace = read(path, head() + data)
+    assert trace.notices == [f"3 {LOST}"]
+    assert (len(trace.routes), len(trace.predictions)) == (2, 1)
+    # Where the file does not say how many a layer has, at most what a table can be made for.
+    trace = read(path, head({**HEADER, "layers": []}) + data)
+    assert trace.layers[0].experts == (9 if expert == 8 else 8)
+    results = Sweep(trace, Options(slots=[2], record_bytes=100)).run()
+    assert len(results) == len(POLICIES)
+
+
+@pytest.mark.parametrize("entry", [{"experts": 1 << 40}, {"experts": 0}, {"slots": 0}])
+def test_a_layer_that_cannot_be_is_not_believed(path: Path, entry: dict[str, int]) -> None:
+    trace = read(path, head({**HEADER, "layers": [{**LAYER, **entry}]}) + BODY)
+    assert "description" in "".join(trace.notices)
+    assert (trace.layers[0].experts, trace.layers[0].slots) == (8, None)
+
+
+def test_numbers_of_a_chrome_trace_that_cannot_be_are_left_out(path: Path) -> None:
+    token = '{"ph": "X", "name": "token", "ts": %s, "dur": 1.5, "tid": 0}'
+    times = ["1.5", "NaN", "Infinity", "1e999", "-1e300"]
+    events = ",".join(token % time for time in times)
+    trace = read(path, f'{{"traceEvents": [{events}]}}'.encode())
+    assert [token.ts for token in trace.tokens] == [1.5]
+    assert trace.notices == ["4 events lack what they should have and were left out"]
+
+
 def test_no_damage_is_worse_than_an_unreadable_file(path: Path) -> None:
     chance = random.Random(3)
     read_anyway = 0
     for _ in range(400):
         data = bytearray(WHOLE)
         for _ in range(chance.randint(1, 4)):
-            data[chance.randrange(len(MAGIC), len(data))] = chance.randrange(256)
+            data[chance.randrange(len(MAGIC), len(data))] = chance.choice(
+                (chance.randrange(256), 0x7F, 0xFF)
+            )
         try:
-            read(path, bytes(data))
+            trace = read(path, bytes(data))
         except TraceUnreadable:
             continue
+        write_report(trace, make_report(trace), path.parent)
+        with suppress(InvalidRequest):  # nothing to replay is left
+            Sweep(trace, Options(slots=[2], record_bytes=100)).run()
         read_anyway += 1
     assert read_anyway > 100
