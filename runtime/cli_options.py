@@ -185,9 +185,10 @@ Lanes = Annotated[
     typer.Option(min=1, help="Reads in flight at once.", rich_help_panel=_ENGINE),
 ]
 Prefetch = Annotated[
-    Literal["on", "off"],
+    Literal["on", "prompts", "off"],
     typer.Option(
-        help="'off' reads experts only when they are routed to, 'on' also ahead where that pays.",
+        help="'off' reads experts only when they are routed to, 'on' also ahead where that pays, "
+        "'prompts' ahead in prompts alone.",
         rich_help_panel=_ENGINE,
     ),
 ]

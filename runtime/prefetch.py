@@ -114,7 +114,7 @@ class PrefetchConfig:
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether a layer of a prompt reads for the next; the order of waves depends on timing."""
+        """Whether a layer of a prompt reads for the next."""
         return self.prompts and self.reads and not self.deterministic
 
 
@@ -136,6 +136,7 @@ def parse_layers(text: str | None) -> frozenset[int] | None:
 
 
 OFF = PrefetchConfig(distances=(), destination="off")
+PROMPTS = PrefetchConfig(distances=())
 
 
 class Governor:

@@ -55,6 +55,7 @@ class PromptAhead:
         self._groups = store.groups
         self._top_k = tuple(top_k)
         self._allowed = [chosen is None or layer in chosen for layer in layers]
+        self._guessed: list[list[int]] = [[] for _ in layers]
 
     def build(self, group: int) -> list[mx.array]:
         """Votes for the layer behind this one, unevaluated: they belong into its own sync.
@@ -81,17 +82,21 @@ class PromptAhead:
             votes: of ``build``, evaluated.
             position: absolute index of this layer call.
         """
-        if not votes:
+        target = group + 1
+        if target == len(self._groups):
             return []
-        books = self._groups[group + 1]
-        counts = np.bincount(np.asarray(votes[0]).ravel(), minlength=books.record.experts)
-        slot = books.residency.slot
-        # Read without the lock: only a call of that layer could change it.
-        return [
-            Guess((group + 1, expert), position + 1, 1.0, sure=True)
-            for expert in chosen(counts)
-            if slot(expert) == NONE
-        ]
+        guessed = self._guessed[target] = []
+        if votes:
+            books = self._groups[target]
+            counts = np.bincount(np.asarray(votes[0]).ravel(), minlength=books.record.experts)
+            slot = books.residency.slot
+            # Read without the lock: only a call of that layer could change it.
+            guessed += [expert for expert in chosen(counts) if slot(expert) == NONE]
+        return [Guess((target, expert), position + 1, 1.0, sure=True) for expert in guessed]
+
+    def guessed(self, group: int) -> list[int]:
+        """What the layer before has guessed for this one in the present forward."""
+        return self._guessed[group]
 
 
 def chosen(counts: npt.NDArray[np.integer]) -> list[int]:

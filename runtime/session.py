@@ -55,15 +55,15 @@ class EngineOptions:
 async def open_engine(options: EngineOptions) -> Engine:
     """Open the engine under a progress bar."""
     from .engine import Engine
-    from .prefetch import PrefetchConfig
+    from .prefetch import PROMPTS, PrefetchConfig
 
     arguments: dict[str, Any] = asdict(options)
     knows = ("lanes", "read_timeout", "max_running", "max_waiting", "prefill_chunk", "prompt_cache")
     for name in knows:
         if arguments[name] is None:  # the engine knows its defaults
             del arguments[name]
-    if options.prefetch == "on":
-        arguments["prefetch"] = PrefetchConfig()
+    named = {"on": PrefetchConfig(), "prompts": PROMPTS}
+    arguments["prefetch"] = named.get(options.prefetch, "off")
     with progress_bar("loading", sizes=True) as progress:
         return await Engine.open(**arguments, progress=progress)
 

@@ -208,15 +208,23 @@ class ExpertStore:
         with self._lock:
             self.groups[group].residency.tokens(rows)
 
-    def split(self, group: int, experts: Sequence[int]) -> tuple[list[int], list[int]]:
+    def split(
+        self, group: int, experts: Sequence[int], first: Sequence[int] = ()
+    ) -> tuple[list[int], list[int]]:
         """Divide a call that does not fit: the experts that are there, and the missing ones.
 
-        Of the missing ones those first that are in memory beside the slots, or on their way there.
         They are demanded in this order, each time ``part`` of the call.
+
+        Args:
+            group: the layer.
+            experts: of the call.
+            first: sure guesses for it, in their order: as many as are kept beside the slots come
+                first. Not those that have arrived: results to the last bit hang on the order.
         """
         with self._lock:
             here, missing = self.groups[group].residency.split(experts)
-            missing.sort(key=lambda expert: not self._staged((group, expert)))
+        early = {expert: rank for rank, expert in enumerate(first[: self._staging.places])}
+        missing.sort(key=lambda expert: early.get(expert, len(early)))
         return here, missing
 
     def _staged(self, key: Key) -> bool:

@@ -322,7 +322,8 @@ class ExpertStream:
             self._trace_route(switch.group, experts, routed.size // top_k, tail)
         slots = self._fetch(switch, experts)
         if slots is None:
-            return self._run_waves(switch, x, indices.shape, routed, experts)
+            first = () if self._prompts is None else self._prompts.guessed(switch.group)
+            return self._run_waves(switch, x, indices.shape, routed, experts, first)
         ids = self._ids(switch, experts, slots, routed).reshape(indices.shape)
         return self._compute(switch, x, mx.array(ids))
 
@@ -447,6 +448,7 @@ class ExpertStream:
         shape: tuple[int, ...],
         routed: npt.NDArray[np.integer],
         experts: list[int],
+        first: Sequence[int] = (),
     ) -> mx.array:
         """A call that routes to more experts than fit: each wave computes the pairs of some.
 
@@ -455,7 +457,7 @@ class ExpertStream:
         kernel calls differs from the undivided one.
         """
         store, top_k = self._store, shape[-1]
-        here, missing = store.split(switch.group, experts)
+        here, missing = store.split(switch.group, experts, first)
         waiting = here + missing
         record_bytes = store.groups[switch.group].stored_bytes
         size = wave_size(store.room(switch.group), record_bytes)

@@ -155,6 +155,22 @@ def generated(model: str, prompt: Any, **sampling: Any) -> moestream.Generation:
     return asyncio.run(generate())
 
 
+def test_reading_ahead_in_prompts_alone(model: str) -> None:
+    expected = generated(model, PROMPT * 6, max_tokens=3)
+    done = subprocess.run(
+        [
+            *(*COMMAND, "run", model, "-p", PROMPT * 6, "--max-tokens", "3", "--slots", "16"),
+            *("--prefetch", "prompts", "--json"),
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    value = json.loads(done.stdout)
+    assert tuple(value["tokens"]) == expected.tokens
+    assert value["stats"]["bytes_read"] > 0
+
+
 def test_run_json_is_what_the_engine_gives(model: str) -> None:
     expected = generated(model, PROMPT, max_tokens=12)
     done = subprocess.run(

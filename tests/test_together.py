@@ -95,7 +95,9 @@ async def test_eight_equal_requests_at_once(engine: Engine) -> None:
     asked_for = after.hits + after.misses - before.hits - before.misses
     assert asked_for < 0.85 * 8 * (alone.stats.hits + alone.stats.misses)
     assert asked_for == sum(one.stats.hits + one.stats.misses for one in together)
-    assert after.bytes_read - before.bytes_read == sum(one.stats.bytes_read for one in together)
+    read = after.bytes_read - before.bytes_read
+    wasted = after.wasted_bytes - before.wasted_bytes  # by reading ahead in the prompts
+    assert read - wasted == sum(one.stats.bytes_read for one in together)
     engine.check_integrity(idle=True)
 
 

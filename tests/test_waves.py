@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from moestream import Engine, MoestreamError
 from moestream.io.reader import RecordReader
+from moestream.runtime.bench.padding import Throttle
+from moestream.runtime.prefetch import PROMPTS
 from moestream.runtime.streaming import ExpertStream
 from moestream.runtime.waves import WAVE_BYTES, wave_size
 
@@ -89,6 +91,34 @@ async def test_the_next_wave_is_asked_for_before_this_one_is_computed(
     async with await Engine.open(model, slots=8) as engine:
         await engine.generate(make_prompt(300), max_tokens=1, ignore_eos=True)
     assert re.fullmatch("(aa(ca)*cc)+", "".join(events))  # of a layer, the last has none ahead
+
+
+@pytest.mark.one_loop
+async def test_waves_are_the_same_however_fast_the_drive_is(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guesses for a prompt arrive before their layer, or hardly begin: nothing else changes."""
+    compute = ExpertStream._compute_wave
+    waves: list[tuple[int, list[int]]] = []
+
+    def computed(self: Any, switch: Any, *arguments: Any) -> Any:
+        waves.append((switch.group, list(arguments[-1].experts)))
+        return compute(self, switch, *arguments)
+
+    monkeypatch.setattr(ExpertStream, "_compute_wave", computed)
+    runs = []
+    for rate in (None, 3e6):
+        waves.clear()
+        async with await Engine.open(
+            model, slots=8, lanes=1, prefetch=PROMPTS, pressure="off"
+        ) as engine:
+            if rate is not None:
+                engine._core.store.reader.preadv = Throttle(rate)
+            result = await engine.generate(make_prompt(300), max_tokens=1, ignore_eos=True)
+            guesses = engine.statistics().prefetch
+        assert guesses.used > 0
+        runs.append((list(waves), result.tokens))
+    assert runs[0] == runs[1]
 
 
 @pytest.mark.one_loop
