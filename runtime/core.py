@@ -339,7 +339,8 @@ def running_core(settings: Settings, *, check: Check, progress: Progress | None)
         for group, (use, _) in enumerate(streamed):
             install_parameters(use.site.module, store.groups[group].pool.arrays)
             use.site.put(StreamingSwitch(use.site.module, group, use.site.layer, stream))
-        stack.enter_context(profiled(blueprint, plan, stream.log))
+        guessed = prefetch.reads and bool(prefetch.distances)
+        stack.enter_context(profiled(blueprint, plan, stream.log, guessed=guessed))
         resizer = Resizer(store, [use.site.module for use, _ in streamed], top_k, Pressure())
         stream.at_rest = resizer.apply
         kept = PromptCache(plan.prompt_cache_bytes) if settings.prompt_cache is not None else None

@@ -20,16 +20,23 @@ def profile_key(blueprint: Blueprint) -> str:
 
 
 @contextmanager
-def profiled(blueprint: Blueprint, plan: Plan, log: DecodeLog) -> Iterator[None]:
-    """Save a profile when the engine is closed, if it has decoded enough for one."""
+def profiled(blueprint: Blueprint, plan: Plan, log: DecodeLog, *, guessed: bool) -> Iterator[None]:
+    """Save a profile when the engine is closed, if it has decoded enough for one.
+
+    Args:
+        blueprint: of the model.
+        plan: its slots.
+        log: of the engine.
+        guessed: whether experts are read ahead while tokens are decoded.
+    """
     layers = blueprint.size.layers
-    streamed = [
-        layer for layer, count in zip(layers, plan.slots, strict=True) if count < layer.experts
-    ]
+    held = [(layer, n) for layer, n in zip(layers, plan.slots, strict=True) if n < layer.experts]
+    streamed, slots = [layer for layer, _ in held], [n for _, n in held]
     key = profile_key(blueprint)
     del blueprint  # the frame lives as long as the engine, and must not hold the model
     yield
-    profile = make_profile(log, streamed, len(layers) - len(streamed))
+    whole = len(layers) - len(streamed)
+    profile = make_profile(log, streamed, whole, None if guessed else slots)
     if profile is not None:
         older = Profile.from_json(load("profile", key))
         save("profile", key, profile.completed(older).to_json())

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ..io.asks import Guess
 from ..models.lookahead import Predictor
-from .prefetch import parse_layers
+from .prefetch import Trial, parse_layers
 from .residency import NONE
 from .sizes import LayerSize
 from .staging import place_bytes
@@ -56,6 +56,20 @@ class PromptAhead:
         self._top_k = tuple(top_k)
         self._allowed = [chosen is None or layer in chosen for layer in layers]
         self._guessed: list[list[int]] = [[] for _ in layers]
+        self._resting = False
+        self._spent = (0.0, 0.0)  # seconds, and those waited, of the last forward of a prompt
+
+    def begin_forward(self) -> None:
+        """Decide by the last forward of a prompt, as ``Trial`` does for tokens: where it hardly
+        waited for experts, computing is the limit, and predicting would only add to that."""
+        (seconds, waited), self._spent = self._spent, (0.0, 0.0)
+        if seconds:
+            little = Trial.LITTLE * (1.0 if self._resting else 0.5)
+            self._resting = waited < little * seconds
+
+    def spent(self, seconds: float, waited: float) -> None:
+        """What the present forward of a prompt has taken up to here."""
+        self._spent = seconds, waited
 
     def build(self, group: int) -> list[mx.array]:
         """Votes for the layer behind this one, unevaluated: they belong into its own sync.
@@ -67,7 +81,9 @@ class PromptAhead:
         # Both are taken in any case: taps would hold them until the end of the forward.
         residual, target = self._predictor.residual(group), group + 1
         self._predictor.input_residual(group)
-        if residual is None or residual.shape[0] != 1 or target == len(self._groups):
+        if self._resting or target == len(self._groups):
+            return []
+        if residual is None or residual.shape[0] != 1:
             return []
         if not (self._allowed[target] and self._predictor.predictable[target]):
             return []

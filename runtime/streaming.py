@@ -119,6 +119,7 @@ class ExpertStream:
         self._ahead = ahead
         self._prompts = prompts
         self._sure: list[Guess] = []  # for the layer behind this one
+        self._began = (0.0, 0.0)  # of the forward: time, and seconds that its request had waited
         self._hits_first = prefetch.hits_first
         self._deterministic = prefetch.deterministic
         self._ready: tuple[int, float] | None = None  # group that got its experts last, and when
@@ -153,8 +154,10 @@ class ExpertStream:
             self.at_rest()
         # With nothing streamed the token is not known yet; a prompt is one forward or two then.
         self.log.forward(self.step.counters, single=token is not None or not self._tables)
-        if self._prompts is not None:  # one that was given up may have left something
-            self._end_prompt(self._forward)
+        if self._prompts is not None:
+            self._end_prompt(self._forward)  # one that was given up may have left something
+            self._prompts.begin_forward()
+            self._began = time.perf_counter(), self.step.counters.stall_seconds
         self._forward += 1
         self._mark = time.perf_counter()
         self._ready = None
@@ -306,6 +309,9 @@ class ExpertStream:
         finally:
             guesses, self._sure = self._sure, []
         self._store.give_up(position)
+        began, waited = self._began
+        stalled = self.step.counters.stall_seconds - waited
+        self._prompts.spent(time.perf_counter() - began, stalled)
         if guesses:  # again: while the last wave was asked for, there may have been less room
             self._store.guess(guesses, owner=self.step.owner, position=position, grant=0.0)
         return output

@@ -36,7 +36,7 @@ from typing import Any
 import mlx.core as mx
 
 from moestream import Engine
-from moestream.runtime.bench.padding import pad_records
+from moestream.runtime.bench.padding import padded_records
 
 OPENINGS = (
     "Once upon a time",
@@ -154,8 +154,10 @@ def main() -> None:
     parser.add_argument("--texts", choices=["different", "seeds", "equal"], default="different")
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
-        pad_records(Path(folder), int(arguments.record_mb * 1e6))
+    with (
+        tempfile.TemporaryDirectory(dir=Path.cwd()) as folder,
+        padded_records(Path(folder), int(arguments.record_mb * 1e6)),
+    ):
         given = arguments
         runs = asyncio.run(
             measure(demo, given.slots, given.callers, given.tokens, given.rounds, given.texts)

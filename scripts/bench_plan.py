@@ -35,8 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from moestream import Engine
 from moestream.runtime.assembly import draw_blueprint
-from moestream.runtime.bench.padding import pad_records
-from moestream.runtime.forecast import Costs, Curve, forecast, stack_curve
+from moestream.runtime.bench.padding import padded_records
+from moestream.runtime.forecast import Costs, forecast
 from moestream.runtime.profile import ENOUGH_TOKENS, DecodeLog, TokenCost, make_profile
 from moestream.runtime.sizes import LayerSize
 from scripts.bench_prefetch import QUESTIONS, Run, answer
@@ -69,6 +69,7 @@ async def measure(
             engines[count] = await stack.enter_async_context(engine)
             await answer(engine, "Hello!", 24)
         log = engines[arguments.profile_slots]._core.loaded.stream.log
+        tokens: list[TokenCost] = []
         everyone = list(engines)
         costs = []
         for turn in range(arguments.turns):
@@ -77,10 +78,13 @@ async def measure(
             for count in everyone[turn % len(everyone) :] + everyone[: turn % len(everyone)]:
                 runs[count].append(await answer(engines[count], question, arguments.tokens))
             costs.append(costs_of(list(log.tokens), layers))
-        curves = curves_of(log, layers)
+            tokens += log.tokens
+        log.tokens.extend(tokens)
+        profile = make_profile(log, layers, 0, [arguments.profile_slots] * len(layers))
+        assert profile is not None
     rows = []
     for count in arguments.slots:
-        said = [forecast(layers, [count] * len(layers), cost, curves) for cost in costs]
+        said = [forecast(layers, [count] * len(layers), cost, profile.curves) for cost in costs]
         # Turn by turn: what other programs do to one engine they do to all of a turn.
         ratios = [
             promise.tokens_per_second * run.token
@@ -104,16 +108,6 @@ async def measure(
     return rows
 
 
-def curves_of(log: DecodeLog, layers: Sequence[LayerSize]) -> dict[int, Curve]:
-    """Hit-rate curves of all layers from the routing of the last tokens."""
-    curves: dict[int, Curve] = {}
-    for layer, calls in zip(layers, log.routes, strict=True):
-        curve = stack_curve(calls, layer.experts)
-        assert curve is not None
-        curves[layer.layer] = curve
-    return curves
-
-
 def main() -> None:
     """Parse the command line, measure, print and save rows."""
     demo = Path(str(files("moestream") / "data" / "demo-moe-4bit"))
@@ -126,9 +120,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows = asyncio.run(measure(demo, arguments, None))
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
-        record_bytes = int(arguments.record_mb * 1e6)
-        pad_records(Path(folder), record_bytes)
+    record_bytes = int(arguments.record_mb * 1e6)
+    with (
+        tempfile.TemporaryDirectory(dir=Path.cwd()) as folder,
+        padded_records(Path(folder), record_bytes),
+    ):
         rows += asyncio.run(measure(demo, arguments, record_bytes))
     for row in rows:
         print("  ".join(f"{key}={value}" for key, value in row.items()))

@@ -32,7 +32,7 @@ from typing import Any
 import mlx.core as mx
 
 from moestream import Engine, PrefetchConfig
-from moestream.runtime.bench.padding import Throttle, pad_records
+from moestream.runtime.bench.padding import Throttle, padded_records
 
 QUESTIONS = (
     "Tell me a story about a cat.",
@@ -157,8 +157,10 @@ def main() -> None:
     if arguments.device:
         mx.set_default_device(mx.Device(getattr(mx, arguments.device), 0))
     rows = []
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
-        pad_records(Path(folder), int(arguments.record_mb * 1e6))
+    with (
+        tempfile.TemporaryDirectory(dir=Path.cwd()) as folder,
+        padded_records(Path(folder), int(arguments.record_mb * 1e6)),
+    ):
         for share in arguments.share:
             slots = round(64 * share)
             rate = arguments.throttle * 1e6 if arguments.throttle else None

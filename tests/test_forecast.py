@@ -198,6 +198,24 @@ def test_a_profile_leaves_out_what_disturbed_single_tokens() -> None:
     assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
 
 
+def test_curves_are_those_of_a_policy_that_misses_less() -> None:
+    layers = [layer_of(), layer_of(layer=7)]
+    log = filled_log(layers, 64)
+    plain = make_profile(log, layers, 0)
+    assert plain is not None
+    said = sum(6 * (1 - hit_rate(curve, 8 / 64)) for curve in plain.curves.values())
+    log.tokens.clear()
+    log.tokens.extend([TokenCost(0.02, 0.005, misses, 6000) for misses in (3, 5)] * 32)
+    better = make_profile(log, layers, 0, [8, 8])
+    assert better is not None
+    told = sum(6 * (1 - hit_rate(curve, 8 / 64)) for curve in better.curves.values())
+    assert told == pytest.approx(4, abs=0.01)
+    assert 0.5 * said < 4 < said
+    assert all(curve[-1] == 1.0 for curve in better.curves.values())
+    log.tokens.extend([TokenCost(0.02, 0.005, 24, 6000)] * 640)  # pressure took slots away
+    assert make_profile(log, layers, 0, [8, 8]).curves == plain.curves  # type: ignore[union-attr]
+
+
 def test_few_tokens_make_no_profile() -> None:
     layers = [layer_of()]
     assert make_profile(filled_log(layers, ENOUGH_TOKENS - 1), layers, 0) is None

@@ -119,6 +119,24 @@ def test_some_tokens_of_one_prompt_vote(
     bench.reader.close()
 
 
+def test_nothing_is_predicted_while_prompts_hardly_wait(tmp_path: Path) -> None:
+    bench = make(tmp_path)
+    predictor = FakePredictor((1, 64, 4), (1, 64, 4))
+    prompts = PromptAhead(
+        cast(Predictor, predictor), bench.store, layers=[4, 5], top_k=[2, 3], allowed=None
+    )
+    predicted = []
+    for waited in (0.2, 0.06, 0.04, 0.09, None, 0.11, 0.0):
+        prompts.begin_forward()
+        predicted.append(len(prompts.build(0)))
+        if waited is not None:  # else it is no prompt's forward
+            prompts.spent(0.5, 0.4)  # of a layer in the middle: the last one counts
+            prompts.spent(1.0, waited)
+    prompts.begin_forward()
+    assert [*predicted, len(prompts.build(0))] == [1, 1, 1, 0, 0, 0, 1, 0]
+    bench.reader.close()
+
+
 # -- the store ------------------------------------------------------------------------------------
 
 

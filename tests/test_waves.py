@@ -122,6 +122,25 @@ async def test_waves_are_the_same_however_fast_the_drive_is(
 
 
 @pytest.mark.one_loop
+async def test_prompts_that_hardly_wait_are_not_read_ahead_again(model: Path) -> None:
+    async with await Engine.open(
+        model, slots=8, prefetch=PROMPTS, prefill_chunk=64, pressure="off"
+    ) as engine:
+        reader = engine._core.store.reader
+        good, reader.preadv = reader.preadv, Throttle(20e6)
+        await engine.generate(make_prompt(300), max_tokens=1, ignore_eos=True)
+        slow = engine.statistics().prefetch.begun
+        reader.preadv = good
+        prompts = engine._core.loaded.stream._prompts
+        assert prompts is not None
+        assert not prompts._resting
+        prompts.spent(1.0, 0.01)
+        await engine.generate(make_prompt(40), max_tokens=1, ignore_eos=True)
+        assert engine.statistics().prefetch.begun == slow
+    assert slow > 0
+
+
+@pytest.mark.one_loop
 async def test_a_read_that_fails_in_a_wave_leaves_an_engine_that_works(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

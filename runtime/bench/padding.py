@@ -99,8 +99,3 @@ class _Padding:
                 count -= file.write(os.urandom(min(count, BLOCK)))
             file.flush()
             os.fsync(file.fileno())  # else the first reads would wait for the writing
-
-
-def pad_records(folder: Path, record_bytes: int) -> None:
-    """The same for the rest of the process."""
-    padded_records(folder, record_bytes).__enter__()
