@@ -182,8 +182,8 @@ def _by_misses(
 ) -> dict[int, Curve]:
     """The curves of the engine's policy, which misses less than least-recently-used slots would.
 
-    By the same factor everywhere: replayed with 10, 16 and 40 of 64 slots it was .86, .80 and .88
-    (docs/bench).
+    By the same factor everywhere: with 10, 16 and 40 of 64 slots it was .86, .80 and .88 (from
+    hits measured and said before, docs/bench).
     """
     missed = sum(token.misses for token in log.tokens) / len(log.tokens)
     said = sum(

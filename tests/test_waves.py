@@ -116,28 +116,23 @@ async def test_waves_are_the_same_however_fast_the_drive_is(
                 engine._core.store.reader.preadv = Throttle(rate)
             result = await engine.generate(make_prompt(300), max_tokens=1, ignore_eos=True)
             guesses = engine.statistics().prefetch
-        assert guesses.used > 0
+        assert guesses.used > 0 or rate is not None
         runs.append((list(waves), result.tokens))
     assert runs[0] == runs[1]
 
 
 @pytest.mark.one_loop
 async def test_prompts_that_hardly_wait_are_not_read_ahead_again(model: Path) -> None:
-    async with await Engine.open(
-        model, slots=8, prefetch=PROMPTS, prefill_chunk=64, pressure="off"
-    ) as engine:
-        reader = engine._core.store.reader
-        good, reader.preadv = reader.preadv, Throttle(20e6)
-        await engine.generate(make_prompt(300), max_tokens=1, ignore_eos=True)
-        slow = engine.statistics().prefetch.begun
-        reader.preadv = good
+    begun = []
+    async with await Engine.open(model, slots=8, prefetch=PROMPTS, pressure="off") as engine:
         prompts = engine._core.loaded.stream._prompts
         assert prompts is not None
-        assert not prompts._resting
-        prompts.spent(1.0, 0.01)
-        await engine.generate(make_prompt(40), max_tokens=1, ignore_eos=True)
-        assert engine.statistics().prefetch.begun == slow
-    assert slow > 0
+        for waited in (0.5, 0.01, 0.01, 0.5):  # of a second, by the prompt before
+            prompts.spent(1.0, waited)
+            await engine.generate(make_prompt(300), max_tokens=1, ignore_eos=True)
+            begun.append(engine.statistics().prefetch.begun)
+            engine.check_integrity(idle=True)
+    assert 0 < begun[0] == begun[1] == begun[2] < begun[3]
 
 
 @pytest.mark.one_loop
